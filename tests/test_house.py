@@ -35,7 +35,7 @@ ARROWS = {
     "timing": "errors files kernels notebooks clusters models schedules plans costs",
     "ordering": "errors schedules timing",
     "batching": "errors files notebooks clusters models schedules plans costs timing ordering",
-    "search": "errors processes clusters models schedules plans costs timing batching",
+    "search": "errors kernels processes clusters models schedules plans costs timing batching",
     "programs": "errors files clusters models schedules plans costs timing batching",
     "stores": "errors files",
     "data": "errors files processes models schedules plans costs timing batching programs stores",

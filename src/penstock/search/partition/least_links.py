@@ -36,7 +36,7 @@ class LeastLinks:
     prices: FamilyPrices
     pool: int
     side_by_side: bool
-    grain: int
+    unit_devices: int
     """It divides the devices of all stages of the kind in a replica, and so the places where they begin."""
 
     @cached_property
@@ -74,7 +74,7 @@ class LeastLinks:
             inside = min(1.0, self.prices.family.pools[self.pool].per_node / option.num_devices)
             alike = min(self.prices.family.replicas, self._node // self._own) if self._aligned else 1
             return math.ceil(pairs * inside) * max(1, alike)
-        on_node = math.gcd(self.prices.family.replicas * self.grain, self._node) if self._uniform else 1
+        on_node = math.gcd(self.prices.family.replicas * self.unit_devices, self._node) if self._uniform else 1
         return on_node * max(1, pairs // option.num_devices)
 
     def near(self) -> Link:
@@ -108,7 +108,7 @@ class LeastLinks:
         share = 1.0 if self._own <= self._node else on * max(1.0, option.num_devices / self._node) / each
         return np.maximum(after_s, self._over_node_s(option, on) * share)
 
-    def whole_after_s(self, option: StageOption) -> Floats:
+    def stage_after_s(self, option: StageOption) -> Floats:
         """[O] what each distinct op adds to what a stage that has it does after the last micro-batch."""
         after_s, on = self.prices.updates.op_after_s(option), self._nodes_of_a_stage()
         return np.maximum(after_s, self._over_node_s(option, on)) if on > 1 else np.asarray(after_s)
@@ -119,12 +119,12 @@ class LeastLinks:
         on = self._nodes_of_a_stage()
         return self._over_node_s(option, on) / option.tp if on > 1 else np.zeros_like(self.prices.tables.weights(option))
 
-    def again_s(self, option: StageOption) -> tuple[float, float]:
-        """What a weight that another stage has as well adds to `whole_after_s` and to `group_after_s` of a stage that has it."""
+    def tied_copy_s(self, option: StageOption) -> tuple[float, float]:
+        """What a weight that another stage has as well adds to `stage_after_s` and to `group_after_s` of a stage that has it."""
         weights, shared_bytes = self.prices.tables.weights(option), max(self.prices.tables.tied[1], 0.0)
         largest = int(weights.argmax())
         times = shared_bytes / self.prices.tables.sent_bytes[1] / option.tp / weights[largest]  # all of it grows with the weights
-        return float(times * self.whole_after_s(option)[largest]), float(times * self.group_after_s(option)[largest])
+        return float(times * self.stage_after_s(option)[largest]), float(times * self.group_after_s(option)[largest])
 
     def _nodes_of_a_stage(self) -> int:
         """Nodes over whose networks every stage of the kind sums gradients at least; 0 where that is not known."""
