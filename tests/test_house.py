@@ -33,7 +33,7 @@ ARROWS = {
     "plans": "errors files notebooks clusters models schedules",
     "costs": "errors files clusters models",
     "timing": "errors files kernels notebooks clusters models schedules plans costs",
-    "ordering": "errors schedules timing",
+    "ordering": "errors kernels schedules timing",
     "batching": "errors files notebooks clusters models schedules plans costs timing ordering",
     "search": "errors kernels processes clusters models schedules plans costs timing batching",
     "programs": "errors files clusters models schedules plans costs timing batching",
