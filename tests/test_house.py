@@ -39,7 +39,7 @@ ARROWS = {
     "programs": "errors files clusters models schedules plans costs timing batching",
     "stores": "errors files",
     "data": "errors files processes models schedules plans costs timing batching programs stores",
-    "systems": "errors files clusters models schedules plans costs timing batching search",
+    "systems": "errors files kernels clusters models schedules plans costs timing batching search",
     "interop": "errors clusters models schedules plans",
     "runtime": "errors files notebooks processes clusters models schedules plans costs timing batching programs stores data",
     "adapting": "errors files processes clusters models schedules plans costs timing batching search programs runtime",
