@@ -70,7 +70,7 @@ def _fast(schedule: Schedule, work: Workload) -> Callable[[], Callable[[], objec
 
 
 def _whole(schedule: Schedule, work: Workload) -> Callable[[], Callable[[], object]]:
-    from penstock.timing.clock import run_events
+    from penstock.timing.event_clock import run_events
 
     def prepare() -> Callable[[], object]:
         arrays = event_arrays(schedule, work)

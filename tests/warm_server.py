@@ -11,7 +11,7 @@ _IMPORTED = (
     "penstock.stores.redis", "penstock.stores.tcp", "checkpoint_jobs", "generation_jobs", "moving_jobs", "sharding_jobs", "worker_jobs",
     "hypothesis", "pytest", "transformers.modeling_utils",
 )  # fmt: skip
-_KERNELS = ("penstock.timing.clock", "penstock.batching.kernels")
+_KERNELS = ("penstock.timing.clock", "penstock.timing.event_clock", "penstock.batching.kernels")
 """With which planners, and ranks that plan for themselves, plan; to load one takes far longer than to call it."""
 
 for _name in _IMPORTED:

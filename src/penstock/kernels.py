@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from multiprocessing import get_context
+from typing import Any
 
-__all__ = ["KERNEL_MODULES", "compile_all", "compile_in_parallel"]
+__all__ = ["KERNEL_MODULES", "borrowing", "compile_all", "compile_in_parallel"]
 
 # Modules that import numba at the top, those that take longest first. Each has `warm()`, which calls its kernels once on tiny arrays of
 # the types used in earnest; `cache=True` keeps the result on disk. Nothing but the function that needs a kernel imports these.
@@ -24,6 +23,7 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.space.recompute_kernels",
     "penstock.batching.kernels",
     "penstock.batching.bounds.column_kernels",
+    "penstock.timing.event_clock",
     "penstock.timing.clock",
     "penstock.timing.special_clocks",
     "penstock.ordering.annealing_kernels",
@@ -34,6 +34,18 @@ KERNEL_MODULES: tuple[str, ...] = (
     "penstock.search.bounds.path_kernels",
     "penstock.search.partition.simplex_kernels",
 )
+
+
+def borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles a step of a kernel that makes no arrays: it only borrows those of its caller, and costs what its lines there would.
+
+    As an ordinary function it would count references to every array of every NamedTuple at each call, and copy their descriptions, which
+    can take thirty times as long as what it does.
+    """
+    from numba import njit
+
+    compiled: Callable[..., Any] = njit(cache=True, nogil=True, _nrt=False, forceinline=True)(function)
+    return compiled
 
 
 def compile_all(modules: Sequence[str] = KERNEL_MODULES) -> float:
@@ -49,6 +61,9 @@ def compile_all(modules: Sequence[str] = KERNEL_MODULES) -> float:
 
 def compile_in_parallel() -> None:
     """Compiles all in as many processes as there are processors; what they leave on disk serves everyone."""
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
+
     start, done = time.perf_counter(), 0
     with ProcessPoolExecutor(min(len(KERNEL_MODULES), os.cpu_count() or 1), get_context("spawn")) as pool:
         for name, took_s in pool.map(_warmed, KERNEL_MODULES):

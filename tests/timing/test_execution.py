@@ -198,7 +198,7 @@ def test_workloads_are_checked(wrong: dict[str, object]) -> None:
 
 def test_no_event_is_left_to_python() -> None:
     """With contention and the memory timeline too: more micro-batches, the same calls; `benchmarks/simulator.py` says how many a second."""
-    from penstock.timing.clock import run_events
+    from penstock.timing.event_clock import run_events
 
     def calls(count: int) -> int:
         numbers = np.random.default_rng(0)

@@ -10,7 +10,8 @@ from penstock.ordering.annealing_kernels import anneal
 from penstock.ordering.greedy import greedy
 from penstock.ordering.greedy_kernels import list_schedule
 from penstock.schedules.orders import one_forward_one_backward
-from penstock.timing.clock import peak_of_order, run_events, run_orders
+from penstock.timing.clock import peak_of_order, run_orders
+from penstock.timing.event_clock import run_events
 from penstock.timing.execution import execute
 from penstock.timing.order_memory import order_peak_bytes
 from penstock.timing.simulator import simulate

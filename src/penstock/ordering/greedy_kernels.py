@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
+from penstock.kernels import borrowing
 from penstock.timing.workload import Floats, Integers
 
 __all__ = ["GreedLoad", "GreedRules", "list_schedule", "warm"]
@@ -47,6 +49,27 @@ class _Progress(NamedTuple):
     """[2, stages, micro-batches] when the input of F and of B is there, by position in the order."""
 
 
+class _Devices(NamedTuple):
+    """[devices] what each has done and would do next."""
+
+    free: Floats
+    """When it has ended all so far."""
+    level: Floats
+    """What it holds,"""
+    reserved: Floats
+    """and what it must be able to hold besides."""
+    written: Integers
+    """Where its next action is written."""
+    ran_forward: NDArray[np.bool_]
+    """Whether its last pass, weight gradients apart, was a forward pass."""
+    first_stage: Integers
+    stale: NDArray[np.bool_]
+    """Whether to choose anew: a choice changes only with the device's own state or with what arrives."""
+    next_time: Floats
+    next_stage: Integers
+    next_kind: Integers
+
+
 class _Offers(NamedTuple):
     """[3] the best F, B or I, W that a device could do: when, which stage, which position in the order."""
 
@@ -67,114 +90,143 @@ def list_schedule(load, rules, bounds, actions):  # type: ignore[no-untyped-def]
     frees (2). With `reserve` a micro-batch comes to a device only once there is room for it in all stages of the device: those before
     it then always get through.
     """
-    durations, transfers, devices, stored, waiting, _, base, _ = load
-    order, reserve = rules.order, rules.reserve
-    num_stages, count, num_devices = durations.shape[1], len(order), len(base)
+    num_stages, count, num_devices = load.durations.shape[1], len(rules.order), len(load.base)
     progress = _Progress(np.zeros((3, num_stages), np.int64), np.full((2, num_stages, count), np.inf))
-    done, arrived = progress.done, progress.arrived
-    for position in range(count):
-        arrived[0, 0, position] = 0.0
-    free, level, reserved, written = np.zeros(num_devices), base.copy(), np.zeros(num_devices), bounds.copy()
-    ran_forward, first_of = np.zeros(num_devices, np.bool_), np.full(num_devices, num_stages)
+    progress.arrived[0, 0] = 0.0
+    first_stage = np.full(num_devices, num_stages)
     for stage in range(num_stages - 1, -1, -1):
-        first_of[devices[stage]] = stage
-    next_time, next_stage, next_kind = np.empty(num_devices), np.empty(num_devices, np.int64), np.empty(num_devices, np.int64)
-    stale = np.ones(num_devices, np.bool_)  # a choice changes only with the device's own state or with what arrives
+        first_stage[load.devices[stage]] = stage
+    devices = _Devices(
+        np.zeros(num_devices), load.base.copy(), np.zeros(num_devices), bounds.copy(), np.zeros(num_devices, np.bool_), first_stage,
+        np.ones(num_devices, np.bool_), np.empty(num_devices), np.empty(num_devices, np.int64), np.empty(num_devices, np.int64),
+    )  # fmt: skip
     offers = _Offers(np.empty(3), np.empty(3, np.int64), np.empty(3, np.int64))
+    return _schedule(load, rules, progress, devices, offers, actions), devices.free.max()
+
+
+@borrowing
+def _schedule(load, rules, progress, devices, offers, actions):  # type: ignore[no-untyped-def]
+    """Runs one pass after the other, on the device that can start one first; returns how many."""
     total = 0
     while True:
-        device = 0
-        for other in range(num_devices):
-            if stale[other]:
-                forward_first = not ran_forward[other] if rules.first_kind == 2 else rules.first_kind == 0
-                next_time[other], next_stage[other], next_kind[other] = _choose(
-                    other, load, rules, progress, free[other], level[other] + reserved[other], forward_first, first_of[other], offers
-                )
-                stale[other] = False
-            if next_time[other] < next_time[device]:
-                device = other
-        if next_time[device] == np.inf:
-            return total, free.max()
-        stage, kind = next_stage[device], next_kind[device]
-        row = 2 if kind == 3 else min(kind, 1)
-        position = done[row, stage]
-        m = order[position]
-        done[row, stage] += 1
-        end = next_time[device] + durations[kind, stage, m]
-        free[device] = end
-        stale[device] = True
-        index = written[device]
-        actions[index, 0], actions[index, 1], actions[index, 2] = stage, kind, m
-        written[device] = index + 1
+        soonest = 0
+        for device in range(len(devices.free)):
+            if devices.stale[device]:
+                _choose(device, load, rules, progress, devices, offers)
+            if devices.next_time[device] < devices.next_time[soonest]:
+                soonest = device
+        if devices.next_time[soonest] == np.inf:
+            return total
+        _run_next(soonest, load, rules, progress, devices, actions)
         total += 1
-        if kind != 3:
-            ran_forward[device] = kind == 0
-        if kind == 0:
-            level[device] += stored[stage, m]
-            if reserve and stage != first_of[device]:
-                reserved[device] -= stored[stage, m]
-            elif reserve:
-                for other in range(stage + 1, num_stages):
-                    if devices[other] == device:
-                        reserved[device] += stored[other, m]
-            if stage + 1 < num_stages:
-                arrived[0, stage + 1, position] = end + transfers[0, stage, m]
-                stale[devices[stage + 1]] = True
-            else:
-                arrived[1, stage, position] = end
-        elif kind == 3:
-            level[device] -= waiting[stage, m]
-        else:
-            level[device] -= stored[stage, m] if kind == 1 else stored[stage, m] - waiting[stage, m]
-            if stage > 0:
-                arrived[1, stage - 1, position] = end + transfers[1, stage - 1, m]
-                stale[devices[stage - 1]] = True
 
 
-@njit(cache=True, nogil=True)
-def _choose(device, load, rules, progress, free, level, forward_first, first, offers):  # type: ignore[no-untyped-def]
-    """(time, stage, kind) of what the device would do next; the time is infinite if it can only wait."""
-    order, depths, split, weights = rules.order, rules.depths, rules.split, rules.weights
-    done, arrived = progress
-    times, stages, positions = offers
-    count, blocked = len(order), False
+@borrowing
+def _run_next(device, load, rules, progress, devices, actions):  # type: ignore[no-untyped-def]
+    """Runs what a device has chosen, and notes what it holds and what arrives elsewhere afterwards."""
+    stage, kind = devices.next_stage[device], devices.next_kind[device]
+    row = 2 if kind == 3 else min(kind, 1)
+    position = progress.done[row, stage]
+    m = rules.order[position]
+    progress.done[row, stage] += 1
+    end = devices.next_time[device] + load.durations[kind, stage, m]
+    devices.free[device], devices.stale[device] = end, True
+    index = devices.written[device]
+    actions[index, 0], actions[index, 1], actions[index, 2] = stage, kind, m
+    devices.written[device] = index + 1
+    if kind != 3:
+        devices.ran_forward[device] = kind == 0
+        _deliver(kind, stage, position, end, load, rules, progress, devices)
+    if kind == 0:
+        devices.level[device] += load.stored[stage, m]
+        if rules.reserve:
+            _reserve(device, stage, m, load, devices)
+    elif kind == 1:
+        devices.level[device] -= load.stored[stage, m]
+    elif kind == 2:
+        devices.level[device] -= load.stored[stage, m] - load.waiting[stage, m]
+    else:
+        devices.level[device] -= load.waiting[stage, m]
+
+
+@borrowing
+def _deliver(kind, stage, position, end, load, rules, progress, devices):  # type: ignore[no-untyped-def]
+    """Notes when the output of a pass is where it is needed; the device there chooses anew."""
+    m, last = rules.order[position], len(load.devices) - 1
+    if kind == 0 and stage == last:
+        progress.arrived[1, stage, position] = end
+    elif kind == 0:
+        progress.arrived[0, stage + 1, position] = end + load.transfers[0, stage, m]
+        devices.stale[load.devices[stage + 1]] = True
+    elif stage > 0:
+        progress.arrived[1, stage - 1, position] = end + load.transfers[1, stage - 1, m]
+        devices.stale[load.devices[stage - 1]] = True
+
+
+@borrowing
+def _reserve(device, stage, m, load, devices):  # type: ignore[no-untyped-def]
+    """Reserves room for a micro-batch in all later stages of the device when it comes to the first, and takes it up in each of them."""
+    if stage != devices.first_stage[device]:
+        devices.reserved[device] -= load.stored[stage, m]
+        return
+    for later in range(stage + 1, len(load.devices)):
+        if load.devices[later] == device:
+            devices.reserved[device] += load.stored[later, m]
+
+
+@borrowing
+def _choose(device, load, rules, progress, devices, offers):  # type: ignore[no-untyped-def]
+    """Notes what the device would do next, and when; the time is infinite if it can only wait."""
+    devices.stale[device] = False
+    blocked = _collect_offers(device, load, rules, progress, devices, offers)
+    times, kinds = offers.times, (0, 2 if rules.split else 1, 3)
+    earliest = 0
+    for row in range(1, 3):
+        if times[row] < times[earliest]:
+            earliest = row
+    devices.next_time[device] = times[earliest]
+    if times[earliest] == np.inf:
+        return
+    m = rules.order[offers.positions[earliest]]
+    horizon = times[earliest] + rules.patience * load.durations[kinds[earliest], offers.stages[earliest], m]
+    choice = 2
+    if times[2] > horizon or not (rules.weights == 0 or (rules.weights == 2 and blocked)):
+        forward_first = not devices.ran_forward[device] if rules.first_kind == 2 else rules.first_kind == 0
+        preferred, other = (0, 1) if forward_first else (1, 0)
+        if times[preferred] <= horizon:
+            choice = preferred
+        elif times[other] <= horizon:
+            choice = other
+    devices.next_time[device], devices.next_stage[device], devices.next_kind[device] = times[choice], offers.stages[choice], kinds[choice]
+
+
+@borrowing
+def _collect_offers(device, load, rules, progress, devices, offers):  # type: ignore[no-untyped-def]
+    """Fills `offers` with what the device could do; returns whether a forward pass is there that must wait for a backward pass."""
+    done, arrived, free, first = progress.done, progress.arrived, devices.free[device], devices.first_stage[device]
+    level, count, blocked = devices.level[device] + devices.reserved[device], len(rules.order), False
     for row in range(3):  # the best F, B or I, W
-        times[row], stages[row], positions[row] = np.inf, -1, count
+        offers.times[row], offers.stages[row], offers.positions[row] = np.inf, -1, count
     for stage in range(first, len(load.devices)):
         if load.devices[stage] != device:
             continue
         backward = done[1, stage]
         if backward < count and backward < done[0, stage]:
             _offer(offers, 1, max(free, arrived[1, stage, backward]), stage, backward)
-        if split and done[2, stage] < backward:
+        if rules.split and done[2, stage] < backward:
             _offer(offers, 2, free, stage, done[2, stage])
         forward = done[0, stage]
         if forward == count or arrived[0, stage, forward] == np.inf:
             continue
-        shallow = forward - done[2 if split else 1, stage] < depths[stage]
-        if shallow and _fits(device, stage, order[forward], load, rules, done, level, first):
+        shallow = forward - done[2 if rules.split else 1, stage] < rules.depths[stage]
+        if shallow and _fits(device, stage, rules.order[forward], load, rules, done, level, first):
             _offer(offers, 0, max(free, arrived[0, stage, forward]), stage, forward)
         elif arrived[0, stage, forward] <= free:
             blocked = True
-    earliest = 0
-    for row in range(1, 3):
-        if times[row] < times[earliest]:
-            earliest = row
-    if times[earliest] == np.inf:
-        return np.inf, -1, -1
-    kinds = (0, 2 if split else 1, 3)
-    horizon = times[earliest] + rules.patience * load.durations[kinds[earliest], stages[earliest], order[positions[earliest]]]
-    choice = 2
-    if times[2] > horizon or not (weights == 0 or (weights == 2 and blocked)):
-        preferred, other = (0, 1) if forward_first else (1, 0)
-        if times[preferred] <= horizon:
-            choice = preferred
-        elif times[other] <= horizon:
-            choice = other
-    return times[choice], stages[choice], kinds[choice]
+    return blocked
 
 
-@njit(cache=True, nogil=True)
+@borrowing
 def _offer(offers, row, time, stage, position):  # type: ignore[no-untyped-def]
     """Keeps the earliest, of equal ones the first in the order of injection."""
     times, stages, positions = offers
@@ -182,7 +234,7 @@ def _offer(offers, row, time, stage, position):  # type: ignore[no-untyped-def]
         times[row], stages[row], positions[row] = time, stage, position
 
 
-@njit(cache=True, nogil=True)
+@borrowing
 def _fits(device, stage, m, load, rules, done, level, first):  # type: ignore[no-untyped-def]
     """Whether the device has room for the forward pass, and afterwards for any later pass of a micro-batch it then holds."""
     devices, stored, workspace, limit = load.devices, load.stored, load.workspace, load.limit[device]
@@ -206,7 +258,7 @@ def _fits(device, stage, m, load, rules, done, level, first):  # type: ignore[no
     return level + needed + extra <= limit * _ROUNDING
 
 
-@njit(cache=True, nogil=True)
+@borrowing
 def _later(stage, m, workspace, split):  # type: ignore[no-untyped-def]
     """The workspace of a backward pass, whole or in halves."""
     return max(workspace[2, stage, m], workspace[3, stage, m]) if split else workspace[1, stage, m]

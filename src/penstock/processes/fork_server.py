@@ -33,7 +33,7 @@ PRELOADED = [
     "penstock.cli.train",
     "penstock.runtime.run",
     "penstock.runtime.devices.rehearsing",
-    "penstock.timing.clock",
+    "penstock.timing.event_clock",
     "torch.fx.experimental.symbolic_shapes",  # torch imports it in the first backward pass
 ]
 """What the server imports, with all that these take. What only some ranks need (torch's compiler where they recompute) is not here, since

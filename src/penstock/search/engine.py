@@ -121,13 +121,24 @@ def search(
     """
     if top < 1:
         raise InputError(f"top is {top}; 1 or more was expected.")
-    if (part := _part_with_work(request)) is not None:
-        found = search(
-            part, top=top, time_budget_s=time_budget_s, watch=watch, prove=prove, max_hops=max_hops, known_s=known_s, worth=worth
-        )  # fmt: skip
-        most = f"a global batch of {request.frame.global_batch} has work for {part.cluster.num_devices}"
-        return found.as_part_of(request, f"{most} of the {request.cluster.num_devices} devices at most; the others idle.")
+    part = _part_with_work(request)
     progress = Progress(watch, time.monotonic() + time_budget_s, known_s)
+    outcome = _searched(part, progress, top, prove, max_hops, worth)
+    if outcome is None and part.narrows and known_s == math.inf and not progress.stopped:
+        part, progress = part.narrowed(), Progress(watch, progress.deadline)
+        outcome = _searched(part, progress, top, prove, max_hops, worth)
+    if outcome is None:
+        raise progress.reason or _nothing_found(part, progress)
+    if part.cluster is request.cluster:
+        return outcome
+    most = f"a global batch of {request.frame.global_batch} has work for {part.cluster.num_devices}"
+    return outcome.as_part_of(request, f"{most} of the {request.cluster.num_devices} devices at most; the others idle.")
+
+
+def _searched(
+    request: Request, progress: Progress, top: int, prove: bool, max_hops: int, worth: Callable[[float], bool]
+) -> Outcome | None:  # fmt: skip
+    """What the searchers find, improved and proven, all devices being of use; None where they find nothing."""
     grid, unequal = UniformPlans(request, max(_CLOCKED, 3 * top)), UnequalReplicas(request)
     partitions = Partitions(list(families(request)))
     per_op, interleaved = PerOpDegrees(partitions.families), InterleavedPlans(partitions.families)
@@ -147,27 +158,20 @@ def search(
             other_schedules(request, progress)
             rebalanced_shares(request, progress)
             partitions.look_by_clock(progress)
-        if not progress.choices and request.narrows and known_s == math.inf and not progress.stopped:
-            return search(
-                request.narrowed(), top=top, time_budget_s=progress.deadline - time.monotonic(), watch=watch, prove=prove,
-                max_hops=max_hops, worth=worth,
-            )  # fmt: skip
-        if not progress.choices:
-            raise grid.reason or _nothing_found(request, progress)
         # The proof for unequal replicas takes longest, so it comes last, when some weak line may already make it needless.
-        for searcher in sorted(searchers, key=lambda searcher: searcher is unequal) if prove else ():
+        for searcher in sorted(searchers, key=lambda searcher: searcher is unequal) if prove and progress.choices else ():
             searcher.prove(progress)
-    return _outcome(request, progress, min(searcher.bound() for searcher in searchers), top)
+    return _outcome(request, progress, min(searcher.bound() for searcher in searchers), top) if progress.choices else None
 
 
-def _part_with_work(request: Request) -> Request | None:
-    """The request for the first nodes alone where a batch has no work for the others: they would only hide good plans, since stages come in
-    the coarser steps the more devices there are. None where all may be of use."""
+def _part_with_work(request: Request) -> Request:
+    """The request for as many of the first nodes as a batch has work for. The others would only hide good plans, since stages come in the
+    coarser steps the more devices there are."""
     cluster, most = request.cluster, _MOST_PER_SAMPLE * request.frame.global_batch
     if request.every_node or len(cluster.kinds) > 1 or cluster.overrides:
-        return None
+        return request
     part = cluster.first_nodes(most)
-    return request.on(part) if part.num_devices < cluster.num_devices else None
+    return request.on(part) if part.num_devices < cluster.num_devices else request
 
 
 def _outcome(request: Request, progress: Progress, bound_s: float, top: int) -> Outcome:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.errors import InfeasibleError
 from penstock.search.choice import FORMULA_OFF, Choice
 from penstock.search.space.families import Subspace
 
@@ -61,6 +62,8 @@ class Progress:
     """How subspaces were excluded."""
     stopped: str = ""
     """Why the search did not end by itself."""
+    reason: InfeasibleError | None = None
+    """Why no uniform plan fits, if that is known."""
 
     @property
     def best_s(self) -> float:

@@ -51,8 +51,6 @@ class UniformPlans:
     def __init__(self, request: Request, top: int) -> None:
         """Keeps the `top` best."""
         self._request, self._top = request, top
-        self.reason: InfeasibleError | None = None
-        """Why no uniform plan fits, if none does."""
 
     def bound(self) -> float:
         """Infinite: exact partitions bound these plans too."""
@@ -64,7 +62,7 @@ class UniformPlans:
         try:
             fitting = _fitting(self._request, lambda: progress.tell("uniform plans"), *((1, 1) if large else ()))
         except InfeasibleError as error:
-            self.reason = None if large else error
+            progress.reason = None if large else error
             return
         # The fastest of each kind besides: a simple one may be what is offered, see `simplicity`.
         kept = {id(choice): choice for choice in (*fitting[: self._top], *fastest_of_each(fitting))}

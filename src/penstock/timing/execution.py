@@ -14,7 +14,8 @@ from penstock.timing.simulator import Timeline, as_arrays, check_shapes, deadloc
 from penstock.timing.workload import Floats, Integers, Workload
 
 if TYPE_CHECKING:
-    from penstock.timing.clock import Happened, HeldBytes, Orders, Work
+    from penstock.timing.clock import Orders
+    from penstock.timing.event_clock import Happened, HeldBytes, Work
 
 __all__ = ["Execution", "Violation", "event_arrays", "execute"]
 
@@ -85,15 +86,15 @@ def execute(schedule: Schedule, workload: Workload) -> Execution:
 
     Transfers over one link take turns in the order in which they were asked for; they begin as soon as there is something to send.
     """
-    from penstock.timing.clock import run_events
+    from penstock.timing.event_clock import run_events
 
     orders, work, happened, held = event_arrays(schedule, workload)
     check_shapes(orders.actions, workload.durations_s, workload.transfers_s)
     _check_placement(schedule, workload)
-    stuck, count = run_events(orders, work, happened, held)
+    stuck = run_events(orders, work, happened, held)
     if stuck >= 0:
         raise InputError(deadlock_message(schedule, Action(*map(int, orders.actions[stuck])), np.isfinite(happened.end)))
-    records, (device, time_s, memory_bytes) = held.records[:count], held.violation.tolist()
+    records, (device, time_s, memory_bytes) = held.records[: held.num_records[0]], held.violation.tolist()
     violation = None if device < 0 else Violation(int(device), time_s, memory_bytes, float(workload.limit_bytes[int(device)]))
     return Execution(
         happened.start, happened.end, schedule, workload=workload, transfer_start_s=happened.sent, transfer_end_s=happened.arrived,
@@ -105,17 +106,21 @@ def execute(schedule: Schedule, workload: Workload) -> Execution:
 
 def event_arrays(schedule: Schedule, workload: Workload) -> tuple[Orders, Work, Happened, HeldBytes]:
     """What the event clock takes: the schedule, the workload, and arrays for it to fill."""
-    from penstock.timing.clock import Happened, HeldBytes, Orders, Work
+    from penstock.timing.clock import Orders
+    from penstock.timing.event_clock import Happened, HeldBytes, Work
 
     orders = Orders(*as_arrays(schedule))
     shape, cuts, num = workload.durations_s.shape, workload.transfers_s.shape, workload.num_devices
     work = Work(
         workload.durations_s, workload.transfers_s, np.array(workload.devices), workload.links, workload.overlap, workload.after_s,
-        workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes, workload.message_bytes, workload.limit_bytes,
+        workload.stored_bytes, workload.waiting_bytes, workload.workspace_bytes, workload.message_bytes,
     )  # fmt: skip
     happened = Happened(*(np.full(dims, np.inf) for dims in (shape, shape, cuts, cuts, shape[1], shape[1])))
     most = num + 2 * len(orders.actions) + workload.transfers_s.size  # changes of memory: at first, by actions, by messages
-    return orders, work, happened, HeldBytes(workload.base_bytes.copy(), np.zeros(num), np.empty((most, 3)), np.full(3, -1.0))
+    held = HeldBytes(
+        workload.base_bytes.copy(), np.zeros(num), workload.limit_bytes, np.empty((most, 3)), np.zeros(1, np.int64), np.full(3, -1.0)
+    )
+    return orders, work, happened, held
 
 
 def _check_placement(schedule: Schedule, workload: Workload) -> None:

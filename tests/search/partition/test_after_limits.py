@@ -75,7 +75,7 @@ def test_the_other_end_of_a_shared_table_counts() -> None:
     """For a stage that has one end of it, but not for one that has both."""
     after, num_ops = StageAfter(FAMILY.prices), REQUEST.model.num_ops
     option = next(option for option in FAMILY.subspaces[0].options if (option.pool, option.num_devices) == (1, 4))
-    alone = FAMILY.prices.side_by_side_s(option)
+    alone = FAMILY.prices.updates.side_by_side_s(option)
     shared_s = after.of(option, 0, 5) - float(alone[:5].sum())
     assert shared_s > 0.01 and after.of(option, 5, num_ops) - float(alone[5:].sum()) == pytest.approx(shared_s)
     assert after.of(option, 0, num_ops) == pytest.approx(float(alone.sum()))

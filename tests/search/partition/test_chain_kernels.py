@@ -36,7 +36,7 @@ def _left_over(s: NeighbourStages, options: tuple[int, ...], devices: np.ndarray
     """What the units cost that stages of some options leave; infinite where they take too many."""
     if devices is None:
         return 0.0
-    left = devices[0] - np.bincount(s.pool_of[list(options)], s.taken[list(options)], minlength=devices.shape[1])
+    left = devices[0] - np.bincount(s.pool_of[list(options)], s.units[list(options)], minlength=devices.shape[1])
     return float(left @ devices[1]) if (left >= 0).all() else math.inf
 
 
@@ -49,18 +49,18 @@ def _can_sum(s: NeighbourStages, latest: float, stages: list[tuple[int, int]], o
         together = sum(int(s.groups[options[at]]) for at in run)
         for at in run if len(run) > 1 else ():
             (a, b), c = stages[at], options[at]
-            each = s.group_s[c, b] - s.group_s[c, a] + (s.again_s[c, 1] if 0 < a <= s.tied < b else 0.0)
-            if each * min(together, s.most_groups) > latest and each * s.most_groups > latest:
+            each = s.group_s[c, b] - s.group_s[c, a] + (s.tied_copy_s[c, 1] if 0 < a <= s.tied < b else 0.0)
+            if each * min(together, s.max_groups) > latest and each * s.max_groups > latest:
                 return False
     return True
 
 
 def _can_stay(s: NeighbourStages, options: tuple[int, ...], stays: tuple[bool, ...]) -> bool:
     """Whether stages that stay in a node have one kind and fit into it."""
-    taken = int(s.taken[options[0]])
+    taken = int(s.units[options[0]])
     for (a, b), stay in zip(pairwise(options), stays, strict=True):
-        taken = int(s.taken[b]) + (taken if stay else 0)
-        if stay and (s.pool_of[a] != s.pool_of[b] or taken > s.room[s.pool_of[a]]):
+        taken = int(s.units[b]) + (taken if stay else 0)
+        if stay and (s.pool_of[a] != s.pool_of[b] or taken > s.node_units[s.pool_of[a]]):
             return False
     return True
 
@@ -72,14 +72,14 @@ def _cost(
     """Of stages with given options; infinite where one is beyond the limits or an end has the wrong pool."""
     total, (longest, latest, ends) = 0.0, limits
     for at, ((a, b), c) in enumerate(zip(stages, options, strict=True)):
-        time, after, has_tied = s.times[s.offset[c, a] + b - a - 1], s.whole[c, b] - s.whole[c, a], a <= s.tied < b
+        time, after, has_tied = s.times[s.offset[c, a] + b - a - 1], s.after_s[c, b] - s.after_s[c, a], a <= s.tied < b
         if at > 0:
-            time += s.near_in[c, a] if stays[at - 1] else s.far_in[c, a, s.class_of[options[at - 1]]]
+            time += s.near_in[c, a] if stays[at - 1] else s.far_in[c, a, s.size_of[options[at - 1]]]
         if at < len(stays):
-            time += s.near_out[c, b] if stays[at] else s.far_out[c, b, s.class_of[options[at + 1]]]
+            time += s.near_out[c, b] if stays[at] else s.far_out[c, b, s.size_of[options[at + 1]]]
         if (a == 0 and ends[0] not in (-1, s.pool_of[c])) or (has_tied and ends[1] not in (-1, s.pool_of[c])):
             return math.inf
-        if time > longest or after + (s.shared_s[c] + (s.again_s[c, 0] if a else 0.0) if (a == 0) != has_tied else 0.0) > latest:
+        if time > longest or after + (s.shared_s[c] + (s.tied_copy_s[c, 0] if a else 0.0) if (a == 0) != has_tied else 0.0) > latest:
             return math.inf
         total += prices.price[c] + prices.rate[c] * time + prices.after[c, b] - prices.after[c, a]
         total -= s.hidden[c, b] - s.hidden[c, a] if len(stages) > 1 else 0.0
@@ -93,7 +93,7 @@ def _cost(
 @settings(max_examples=40, deadline=None)
 def test_the_kernel_equals_trying_everything(seed: int, num_ops: int, longest: float, latest: float, tied: bool, room: int) -> None:
     stages, prices = drawn(np.random.default_rng(seed), num_ops, tied, room)
-    tables, places = NeighbourTables.of(num_ops + 1, 4, 2, 3, max(room, 1), stages.most_groups), np.zeros((num_ops + 1, 5), np.int64)
+    tables, places = NeighbourTables.of(num_ops + 1, 4, 2, 3, max(room, 1), stages.max_groups), np.zeros((num_ops + 1, 5), np.int64)
     for ends in [*product((0, 1), repeat=2), (-1, -1)] if tied else [(-1, -1)]:
         value, length, _ = cheapest_stages(stages, prices, longest, latest, np.array(ends), tables, places)
         assert value == pytest.approx(cheapest_by_trying(stages, prices, (longest, latest, ends)))
@@ -104,7 +104,7 @@ def test_the_kernel_equals_trying_everything(seed: int, num_ops: int, longest: f
 def test_groups_that_count_as_many_hide_no_stage_of_few() -> None:
     """Of 16 devices in a node: behind a stage that leaves room for two groups, a cheaper one of three says nothing of one of one group."""
     stages, prices = drawn(np.random.default_rng(3129), 2, False, 7)
-    tables, places = NeighbourTables.of(3, 4, 2, 3, 7, stages.most_groups), np.zeros((3, 5), np.int64)
+    tables, places = NeighbourTables.of(3, 4, 2, 3, 7, stages.max_groups), np.zeros((3, 5), np.int64)
     limits = (1.16, 1.5, (-1, -1))
     value, *_ = cheapest_stages(stages, prices, *limits[:2], np.array(limits[2]), tables, places)
     assert value == pytest.approx(cheapest_by_trying(stages, prices, limits))
@@ -120,7 +120,7 @@ def test_counting_devices_equals_trying_everything(
 ) -> None:
     """Up to a budget; beyond it there is nothing, and with too few labels or steps nothing is said."""
     stages, prices = drawn(np.random.default_rng(seed), num_ops, tied, room)
-    tables, places = NeighbourTables.of(num_ops + 1, 4, 2, 3, max(room, 1), stages.most_groups), np.zeros((num_ops + 1, 5), np.int64)
+    tables, places = NeighbourTables.of(num_ops + 1, 4, 2, 3, max(room, 1), stages.max_groups), np.zeros((num_ops + 1, 5), np.int64)
     devices, ends = np.array([units, (0.3, 0.1)], float), np.array([-1, -1])
     cheapest_stages(stages, prices, longest, latest, ends, tables, places)
     given_ = (stages, prices, longest, latest, ends, tables, devices)

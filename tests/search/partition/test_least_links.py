@@ -23,8 +23,8 @@ def test_messages_elsewhere_are_those_of_the_estimate(pools: tuple[int, int], si
     places = zip(options, ((0, middle), (middle, request.model.num_ops)), (0, 4 if pools == (1, 1) else 0), strict=True)
     stages = [stage_of(*ops, option, family.ranks(option, start, together=False)) for option, ops, start in places]
     plan = assembled(request.frame, stages, 4)
-    links = [LeastLinks(family.prices, pool, side_by_side=True, grain=1) for pool in pools]
-    (latency_s, byte_s), (sent, _) = links[1].far(options[1], options[0], links[0]), family.prices.cut_bytes(options[1])
+    links = [LeastLinks(family.prices, pool, side_by_side=True, unit_devices=1) for pool in pools]
+    (latency_s, byte_s), (sent, _) = links[1].far(options[1], options[0], links[0]), family.prices.messages.cut_bytes(options[1])
     assert request.estimator.estimate(plan).stages[1].work.transfer_in_s == pytest.approx(latency_s + byte_s * sent[middle])
 
 
@@ -34,6 +34,6 @@ def test_stages_stay_in_a_node_only_as_far_as_it_and_the_replica_go() -> None:
     rooms = {}
     for family in families(request):
         if family.replicas in (1, 2, 4) and all(pool.num_devices for pool in family.pools):
-            rooms[family.replicas] = [LeastLinks(family.prices, pool, side_by_side=True, grain=1).room for pool in (0, 1)]
-            assert LeastLinks(family.prices, 0, side_by_side=False, grain=1).room == 0
+            rooms[family.replicas] = [LeastLinks(family.prices, pool, side_by_side=True, unit_devices=1).room for pool in (0, 1)]
+            assert LeastLinks(family.prices, 0, side_by_side=False, unit_devices=1).room == 0
     assert rooms == {1: [2, 4], 2: [2, 4], 4: [1, 3]}

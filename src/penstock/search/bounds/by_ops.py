@@ -101,7 +101,7 @@ def _bound(
     messages, left, time, filling, after = known.messages, left[able], known.time, known.filling, known.after
     filling = time if schedule and not SCHEDULES[schedule].fill_relief else filling
     filling = filled * (filling + time * (1 / left[:, None] - 1))
-    time, chain = time / left[:, None], family.prices.chain[0]
+    time, chain = time / left[:, None], family.prices.tables.chain[0]
     taken, devices = known.taken, known.devices
     sizes = np.array([*(pool.num_devices for pool in family.pools), subspace.max_stages], float)
     besides = np.zeros_like(sizes) if extra is None else extra
@@ -137,16 +137,16 @@ def _bound(
 def promise_s(family: PlanFamily) -> float:
     """About what the best pipeline of equal stages takes, recomputation included; infinite where none fits. Never less than the bound."""
     prices, found = family.prices, np.inf
-    copies = prices.copies
+    copies = prices.tables.copies
     for subspace in family.subspaces:
         for option in subspace.options:
             depth = min(subspace.max_stages, max(family.pools[option.pool].num_devices // option.num_devices, 1))
-            state, kept, again_s = prices.op_memory(option)
+            state, kept, again_s = prices.memory.op_shares(option)
             held = min(depth, family.count)
             missing = float(copies @ (state + held * kept.sum(axis=1)) - depth) / held
             extra_s = _made_again_s(copies[:, None] * kept, copies[:, None] * again_s, missing)
-            work_s = float(copies @ prices.op_times(option)[1]) + extra_s
-            found = min(found, (family.count - 1 + depth) * work_s / depth + float(copies @ prices.op_after_s(option)) / depth)
+            work_s = float(copies @ prices.passes.op_times(option)[1]) + extra_s
+            found = min(found, (family.count - 1 + depth) * work_s / depth + float(copies @ prices.updates.op_after_s(option)) / depth)
     return found
 
 
@@ -182,13 +182,13 @@ def _arrays(family: PlanFamily, options: tuple[StageOption, ...]) -> _OptionArra
     prices = family.prices
     if options in prices.bounded:
         return cast(_OptionArrays, prices.bounded[options])
-    each = (prices.least_times, prices.least_filling, prices.op_after_s, prices.least_messages_s)
+    each = (prices.passes.least_times, prices.passes.least_filling, prices.updates.op_after_s, prices.messages.least_s)
     time, filling, after, messages = (np.stack([price(option) for option in options]) for price in each)
     taken = np.array([option.num_devices for option in options], float)
     devices = np.zeros((len(options), len(family.pools) + 1))
     devices[np.arange(len(options)), [option.pool for option in options]] = taken
     devices[:, -1] = 1
-    held = [prices.op_memory(prices.leanest(option)) for option in options]
+    held = [prices.memory.op_shares(prices.tables.leanest(option)) for option in options]
     state, kept, again_s = (np.stack(column) for column in zip(*held, strict=True))
     memory = _Memory(taken[:, None] * state, taken[:, None, None] * kept, again_s)
     found = prices.bounded[options] = _OptionArrays(time, filling, after, messages, taken, devices, memory)

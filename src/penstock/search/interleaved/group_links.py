@@ -14,8 +14,8 @@ from penstock.costs.table import Floats
 from penstock.models.ops import carried_bytes
 from penstock.plans.plan import Degrees, Stage
 from penstock.search.space.families import PlanFamily
-from penstock.search.space.prices import step_s_per_weight
 from penstock.search.space.stage_costs import Ints, StageOption
+from penstock.search.space.update_prices import step_s_per_weight
 from penstock.timing.messages import cut_times_s, gradient_sharing, tied_s
 
 __all__ = ["GroupLinks", "links_of"]
@@ -69,7 +69,7 @@ def links_of(family: PlanFamily, option: StageOption, groups: int, together: boo
 def _messages_s(family: PlanFamily, option: StageOption, stages: list[Stage]) -> tuple[Floats, Floats]:
     """A message takes a latency and a time per byte, so two cuts with messages of unequal size tell those of all."""
     model, frame = family.request.estimator.model_under(option.sequence), family.request.frame
-    cluster, num_ops, shape = family.request.estimator.cluster, family.request.model.num_ops, family.prices.table(option)[1]
+    cluster, num_ops, shape = family.request.estimator.cluster, family.request.model.num_ops, family.prices.tables.of(option)[1]
     ends = [replace(stage, devices=stage.devices[:_SEEN]) for stage in stages]
 
     def gradient_bytes(op: int) -> float:
@@ -126,7 +126,7 @@ def _tied(family: PlanFamily, stages: list[Stage], first: int, last: int) -> tup
 
 def _weights(family: PlanFamily, option: StageOption, shared: set[int]) -> Floats:
     """[N + 1] in the ops before each; what an op shares counts only where the other is in another stage."""
-    table, model = family.prices.table(option)[0], family.request.model
+    table, model = family.prices.tables.of(option)[0], family.request.model
     counts = np.zeros(model.num_ops + 1)
     for place in model.ops:
         whole = float(table.parameters[table.chain[place.index], 0, 0])

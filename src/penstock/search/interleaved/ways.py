@@ -98,7 +98,7 @@ def _bound_s(family: PlanFamily, option: StageOption, groups: int, chunks: int) 
     """The bound wherever the groups lie; they cross the fewest nodes side by side."""
     enter, leave = side_by_side(family, option, groups)
     low, high = cut_windows(_before(family, option), groups * chunks)
-    messages_s, after_s = 0.0, float(family.prices.after_s(option).sum()) / groups
+    messages_s, after_s = 0.0, float(family.prices.updates.after_s(option).sum()) / groups
     for cut in range(1, groups * chunks):
         at = slice(int(low[cut]), int(high[cut]) + 1)
         messages_s += float((enter[cut % groups, at] + leave[(cut - 1) % groups, at]).min())
@@ -107,12 +107,12 @@ def _bound_s(family: PlanFamily, option: StageOption, groups: int, chunks: int) 
 
 def _work_bound_s(family: PlanFamily, option: StageOption, groups: int, chunks: int) -> float:
     """A bound from the ops alone; infinite where all devices together cannot hold their weights and what they keep."""
-    numbers = family.prices.chain[0]
-    state, kept, _ = family.prices.op_memory(option)
+    numbers = family.prices.tables.chain[0]
+    state, kept, _ = family.prices.memory.op_shares(option)
     held = _least_held(_before(family, option), groups, chunks, family.count)
     if float(state[numbers].sum() + held @ kept[numbers].sum(axis=1)) > groups:
         return np.inf
-    return float(family.prices.times(option)[1].sum()) * interleaved_s(1.0, 1.0 / groups, family.count, chunks)
+    return float(family.prices.passes.times(option)[1].sum()) * interleaved_s(1.0, 1.0 / groups, family.count, chunks)
 
 
 def _least_held(before: Floats, groups: int, chunks: int, count: int) -> Ints:
@@ -145,4 +145,4 @@ def side_by_side(family: PlanFamily, option: StageOption, groups: int) -> tuple[
 
 
 def _before(family: PlanFamily, option: StageOption) -> Floats:
-    return np.asarray(sums_before([family.prices.times(option)[1]])[0])
+    return np.asarray(sums_before([family.prices.passes.times(option)[1]])[0])

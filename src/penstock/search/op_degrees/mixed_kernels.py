@@ -1,18 +1,23 @@
 """The compiled loops for stages whose ops have degrees of their own.
 
-`costs` are `ChainArrays`, `memory` is a `MemoryRule`. Q configurations of an op, each recomputed or not, make S = 2 Q states
-(state 2 q + f). Costs are arrays [Q, N]. Between an op before in
-one configuration and an op in another [Q, Q, N], `reshard` is the time that moving the op's input takes and `moved` the memory that the
-moved input holds; `edge` tells whether the result of the op before stays although both are recomputed, since a segment begins there.
-The last op of a recomputed segment takes `ending` instead of its forward time. Memory is state × weights, what is held by all
-micro-batches, and a reserve of at least floor × weights.
+`costs` are `ChainArrays`, `memory` is a `MemoryRule`. An op has Q configurations (degrees and split) and may be recomputed: it is in one
+of S = 2 Q states, in state s of configuration s // 2, and recomputed where s is odd. Costs are arrays [Q, N]. Between an op before in one
+configuration and an op in another [Q, Q, N], `reshard` is the time that moving the op's input takes and `moved` the memory that the moved
+input holds; `edge` tells whether the result of the op before stays although both are recomputed, since a segment begins there. The last op
+of a recomputed segment takes `ending` instead of its forward time. Memory is state × weights, what is held by all micro-batches, and a
+reserve of at least floor × weights.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
+from penstock.costs.table import Floats
+from penstock.kernels import borrowing
 from penstock.search.op_degrees.lazy_stages import ChainArrays
 from penstock.search.partition.stage_space import MemoryRule
 
@@ -52,38 +57,105 @@ def bound_table(prices, memory, costs, offset, width, low):  # type: ignore[no-u
                     _bound_from(i, price, k + 1.0, limit, per_weight, by_ops, costs, low[k, span], cost, fresh)
 
 
-@njit(cache=True, nogil=True)
+@borrowing
 def _bound_from(i, price, held, limit, per_weight, by_ops, costs, low, cost, fresh):  # type: ignore[no-untyped-def]
     """`bound_table` of the stages from one op on, as many as `low` has room for, at one price."""
-    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
-     allowed) = costs  # fmt: skip
-    states, own_forward, own_backward = len(cost), 0.0, 0.0
-    for s in range(states):
+    own_forward = own_backward = 0.0
+    for s in range(len(cost)):
         q, f = s // 2, s % 2
-        memory = per_weight * weights[q, i] + held * (entering[q, i] + kept[q, i])
-        cost[s] = compute[q, i] + f * ending[q, i] + enter[q, i] + price * memory if allowed[q, i] else np.inf
+        memory = per_weight * costs.weights[q, i] + held * (costs.entering[q, i] + costs.kept[q, i])
+        time = costs.compute[q, i] + f * costs.ending[q, i] + costs.enter[q, i]
+        cost[s] = time + price * memory if costs.allowed[q, i] else np.inf
     for last in range(i, i + len(low)):
         best = np.inf
-        for s in range(states):
-            best = min(best, cost[s] + leave[s // 2, last])
+        for s in range(len(cost)):
+            best = min(best, cost[s] + costs.leave[s // 2, last])
         low[last - i] = max(low[last - i], best - price * (limit - by_ops * (own_forward + own_backward)))
         op = last + 1
         if op == i + len(low):
             break
         if by_ops:
-            own_forward = max(own_forward, forward_reserve[:, last].min())
-            own_backward = max(own_backward, backward_reserve[:, last].min())
-        for s in range(states):
-            q, f, least = s // 2, s % 2, np.inf
-            if allowed[q, op]:
-                for r in range(states):
-                    value = cost[r] + reshard[r // 2, q, op] + price * held * moved[r // 2, q, op]
-                    if f and r % 2 and not edge[r // 2, q, op]:
-                        value += forward[r // 2, last] - ending[r // 2, last] - price * held * kept[r // 2, last]
-                    least = min(least, value)
-            own = compute[q, op] + f * ending[q, op] + price * (per_weight * weights[q, op] + held * kept[q, op])
-            fresh[s] = least + own
+            own_forward = max(own_forward, _least(costs.forward_reserve, last))
+            own_backward = max(own_backward, _least(costs.backward_reserve, last))
+        for s in range(len(cost)):
+            q, f = s // 2, s % 2
+            least, _ = _cheapest_before(s, op, price, held, cost, costs)
+            own = costs.compute[q, op] + f * costs.ending[q, op]
+            fresh[s] = least + (own + price * (per_weight * costs.weights[q, op] + held * costs.kept[q, op]))
         cost, fresh = fresh, cost
+
+
+@borrowing
+def _least(values, op):  # type: ignore[no-untyped-def]
+    """The least of an op's configurations."""
+    least = np.inf
+    for q in range(len(values)):
+        least = min(least, values[q, op])
+    return least
+
+
+class _Run(NamedTuple):
+    """Ops in a row, each in some state: what they take together."""
+
+    time: float
+    weights: float
+    held: float
+    """By one micro-batch."""
+    segment: float
+    """Kept by the ops of the recomputed segment at the end, if it may grow."""
+    peak: float
+    """Kept by the largest segment of several ops, which is brought back at once."""
+    forward_reserve: float
+    backward_reserve: float
+
+
+_NUM_FIELDS = 7
+"""Of a `_Run`."""
+
+
+@borrowing
+def _read(row):  # type: ignore[no-untyped-def]
+    """The run in a row of a table."""
+    return _Run(row[0], row[1], row[2], row[3], row[4], row[5], row[6])
+
+
+@borrowing
+def _write(row, run):  # type: ignore[no-untyped-def]
+    """Puts a run into a row of a table."""
+    row[0], row[1], row[2], row[3], row[4], row[5], row[6] = run
+
+
+@borrowing
+def _begun(s, op, costs):  # type: ignore[no-untyped-def]
+    """The run of one op, the first of a stage."""
+    q, f = s // 2, s % 2
+    time = costs.compute[q, op] + f * costs.ending[q, op] + costs.enter[q, op]
+    return _Run(time, costs.weights[q, op], costs.entering[q, op] + costs.kept[q, op], 0.0, 0.0, 0.0, 0.0)
+
+
+@borrowing
+def _longer(run, time, held, r, s, op, costs):  # type: ignore[no-untyped-def]
+    """A run whose last op has state r, with another op in state s, after which they take so much time and hold so much unless the op
+    before is recomputed in the same segment."""
+    p, q, segment, peak = r // 2, s // 2, 0.0, run.peak
+    if r % 2 and s % 2:
+        segment = run.segment + costs.kept[p, op - 1]
+        peak = max(peak, segment)
+        if costs.edge[p, q, op]:
+            segment = 0.0
+        else:
+            held -= costs.kept[p, op - 1]
+            time += costs.forward[p, op - 1] - costs.ending[p, op - 1]
+    forward = max(run.forward_reserve, costs.forward_reserve[p, op - 1])
+    backward = max(run.backward_reserve, costs.backward_reserve[p, op - 1])
+    return _Run(time, run.weights + costs.weights[q, op], held, segment, peak, forward, backward)
+
+
+@borrowing
+def _used(run, held, memory):  # type: ignore[no-untyped-def]
+    """Memory that a run takes with so many micro-batches held."""
+    reserve = max(run.forward_reserve + run.backward_reserve, memory.floor * run.weights)
+    return memory.state * run.weights + held * run.held + run.peak + reserve
 
 
 @njit(cache=True, nogil=True)
@@ -92,64 +164,68 @@ def reached_table(prices, memory, costs, is_cut, offset, width, high):  # type: 
 
     They are the cheapest chains at some prices of memory, as in `bound_table`, with all their memory exactly.
     """
-    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
-     allowed) = costs  # fmt: skip
-    limit, state, floor = memory
-    num_ops, states = compute.shape[1], 2 * compute.shape[0]
+    states = 2 * costs.compute.shape[0]
     cost, fresh = np.empty(states), np.empty(states)
-    # Of a chain: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
-    now, new = np.zeros((states, 7)), np.zeros((states, 7))
+    now, new = np.zeros((states, _NUM_FIELDS)), np.zeros((states, _NUM_FIELDS))
     for k in range(high.shape[0]):
-        held = k + 1.0
         for level in range(len(prices)):
-            price = prices[level] / held
-            for i in range(num_ops):
-                if not is_cut[i]:
-                    continue
-                for s in range(states):
-                    q, f = s // 2, s % 2
-                    now[s] = 0.0
-                    now[s, 0] = compute[q, i] + f * ending[q, i] + enter[q, i]
-                    now[s, 1], now[s, 2] = weights[q, i], entering[q, i] + kept[q, i]
-                    mine = (state + floor) * weights[q, i] + held * now[s, 2]
-                    cost[s] = now[s, 0] + price * mine if allowed[q, i] else np.inf
-                for last in range(i, i + width[i]):
-                    if is_cut[last + 1]:
-                        pair = offset[i] + last - i
-                        for s in range(states):
-                            reserve = max(now[s, 5] + now[s, 6], floor * now[s, 1])
-                            if cost[s] < np.inf and state * now[s, 1] + held * now[s, 2] + now[s, 4] + reserve <= limit:
-                                high[k, pair] = min(high[k, pair], now[s, 0] + leave[s // 2, last])
-                    op = last + 1
-                    if op == i + width[i]:
-                        break
-                    for s in range(states):
-                        q, f, least, came = s // 2, s % 2, np.inf, 0
-                        if allowed[q, op]:
-                            for r in range(states):
-                                value = cost[r] + reshard[r // 2, q, op] + price * held * moved[r // 2, q, op]
-                                if f and r % 2 and not edge[r // 2, q, op]:
-                                    value += forward[r // 2, last] - ending[r // 2, last] - price * held * kept[r // 2, last]
-                                if value < least:
-                                    least, came = value, r
-                        own = compute[q, op] + f * ending[q, op]
-                        fresh[s] = least + own + price * ((state + floor) * weights[q, op] + held * kept[q, op])
-                        p = came // 2
-                        new[s] = now[came]
-                        new[s, 0] += own + reshard[p, q, op]
-                        new[s, 1] += weights[q, op]
-                        new[s, 2] += kept[q, op] + moved[p, q, op]
-                        new[s, 3] = 0.0
-                        new[s, 5], new[s, 6] = max(new[s, 5], forward_reserve[p, last]), max(new[s, 6], backward_reserve[p, last])
-                        if f and came % 2:
-                            segment = now[came, 3] + kept[p, last]
-                            new[s, 4] = max(new[s, 4], segment)
-                            if not edge[p, q, op]:
-                                new[s, 3] = segment
-                                new[s, 2] -= kept[p, last]
-                                new[s, 0] += forward[p, last] - ending[p, last]
-                    cost, fresh = fresh, cost
-                    now, new = new, now
+            for i in range(len(is_cut) - 1):
+                if is_cut[i]:
+                    reached = high[k, offset[i] : offset[i] + width[i]]
+                    _reach_from(i, prices[level] / (k + 1.0), k + 1.0, memory, costs, is_cut, cost, fresh, now, new, reached)
+
+
+@borrowing
+def _reach_from(i, price, held, memory, costs, is_cut, cost, fresh, now, new, reached):  # type: ignore[no-untyped-def]
+    """`reached_table` of the stages from one op on, as many as `reached` has room for, at one price."""
+    states, per_weight = len(cost), memory.state + memory.floor
+    for s in range(states):
+        run = _begun(s, i, costs)
+        _write(now[s], run)
+        cost[s] = run.time + price * (per_weight * run.weights + held * run.held) if costs.allowed[s // 2, i] else np.inf
+    for last in range(i, i + len(reached)):
+        for s in range(states if is_cut[last + 1] else 0):
+            run = _read(now[s])
+            if cost[s] < np.inf and _used(run, held, memory) <= memory.limit:
+                reached[last - i] = min(reached[last - i], run.time + costs.leave[s // 2, last])
+        op = last + 1
+        if op == i + len(reached):
+            break
+        for s in range(states):
+            q, f = s // 2, s % 2
+            least, before = _cheapest_before(s, op, price, held, cost, costs)
+            run, own = _read(now[before]), costs.compute[q, op] + f * costs.ending[q, op]
+            fresh[s] = least + own + price * (per_weight * costs.weights[q, op] + held * costs.kept[q, op])
+            time = run.time + (own + costs.reshard[before // 2, q, op])
+            kept = run.held + (costs.kept[q, op] + costs.moved[before // 2, q, op])
+            _write(new[s], _longer(run, time, kept, before, s, op, costs))
+        cost, fresh = fresh, cost
+        now, new = new, now
+
+
+@borrowing
+def _cheapest_before(s, op, price, held, cost, costs):  # type: ignore[no-untyped-def]
+    """Least cost of all ops before one in state s, by the states of the last of them, and that state."""
+    q, f, least, best = s // 2, s % 2, np.inf, 0
+    for r in range(len(cost) if costs.allowed[q, op] else 0):
+        p = r // 2
+        value = cost[r] + costs.reshard[p, q, op] + price * held * costs.moved[p, q, op]
+        if f and r % 2 and not costs.edge[p, q, op]:
+            value += costs.forward[p, op - 1] - costs.ending[p, op - 1] - price * held * costs.kept[p, op - 1]
+        if value < least:
+            least, best = value, r
+    return least, best
+
+
+class _Labels(NamedTuple):
+    """Runs by the state of their last op and by their memory, see `_keep`."""
+
+    now: Floats
+    """[S, buckets, 7] up to one op,"""
+    new: Floats
+    """and up to the next."""
+    back: NDArray[np.int16]
+    """[ops, S, buckets, 2] the state and bucket of the label before; -1 at first."""
 
 
 @njit(cache=True, nogil=True)
@@ -160,78 +236,85 @@ def best_chain(first, last, most, held, memory, buckets, costs, chosen):  # type
     Labels are kept for each state and bucket of memory, the fastest of each, with all their memory exactly; of those in a bucket one
     that would have had the smaller peak in the end may be lost.
     """
-    (compute, forward, ending, kept, forward_reserve, backward_reserve, weights, entering, enter, leave, reshard, moved, edge,
-     allowed) = costs  # fmt: skip
-    limit, state, floor = memory
-    states, n = 2 * compute.shape[0], last - first
-    # Of a label: time, weights, held by one micro-batch, open segment, largest segment, largest reserves.
-    now, new = np.full((states, buckets, 7), np.inf), np.full((states, buckets, 7), np.inf)
-    back = np.full((n, states, buckets, 2), -1, np.int16)
-    left = _time_left(first, last, compute, leave, reshard, allowed)
-    for s in range(states):
-        q, f = s // 2, s % 2
-        if allowed[q, first]:
-            time = compute[q, first] + f * ending[q, first] + enter[q, first]
-            mine = entering[q, first] + kept[q, first]
-            begun = (time, weights[q, first], mine, 0.0, 0.0, 0.0, 0.0)
-            _keep(now, back, (0, s, -1, -1), begun, memory, held, f * held * kept[q, first])
-    for step in range(1, n):
-        op, before = first + step, first + step - 1
+    num, n = costs.compute.shape[0], last - first
+    labels = _Labels(
+        np.full((2 * num, buckets, _NUM_FIELDS), np.inf), np.full((2 * num, buckets, _NUM_FIELDS), np.inf),
+        np.full((n, 2 * num, buckets, 2), -1, np.int16),
+    )  # fmt: skip
+    left = np.full((n, num), np.inf)
+    _fill_time_left(first, last, costs, left)
+    return _best_chain(first, last, most, held, memory, costs, left, labels, chosen)
+
+
+@borrowing
+def _best_chain(first, last, most, held, memory, costs, left, labels, chosen):  # type: ignore[no-untyped-def]
+    """`best_chain`: labels are made longer op by op."""
+    now, new, back = labels
+    for s in range(len(now)):
+        if costs.allowed[s // 2, first]:
+            hope = s % 2 * held * costs.kept[s // 2, first]
+            _keep(now, back, (0, s, -1, -1), _begun(s, first, costs), memory, held, hope)
+    for step in range(1, last - first):
         new[:] = np.inf
-        for r in range(states):
-            best, best_segment, best_kept, best_base, best_memory = np.inf, np.inf, np.inf, np.inf, np.inf
-            for bucket in range(buckets):
-                if now[r, bucket, 0] == np.inf:
-                    continue
-                label = now[r, bucket]
-                own = state * label[1] + held * label[2]
-                base = own + max(label[5] + label[6], floor * label[1])
-                worse = label[0] >= best and label[3] >= best_segment
-                if worse and own >= best_kept and base >= best_base and base + label[4] >= best_memory:
-                    continue  # one that takes no more memory, with and without its peak and reserve, is as fast
-                if label[0] < best:
-                    best, best_segment, best_kept, best_base, best_memory = label[0], label[3], own, base, base + label[4]
-                p, again = r // 2, r % 2
-                most_forward, most_backward = max(label[5], forward_reserve[p, before]), max(label[6], backward_reserve[p, before])
-                for s in range(states):
-                    q, f = s // 2, s % 2
-                    if not allowed[q, op]:
-                        continue
-                    time = label[0] + reshard[p, q, op] + compute[q, op] + f * ending[q, op]
-                    mine, segment, peak = label[2] + kept[q, op] + moved[p, q, op], 0.0, label[4]
-                    if f and again:
-                        segment = label[3] + kept[p, before]
-                        peak = max(peak, segment)
-                        if edge[p, q, op]:
-                            segment = 0.0
-                        else:
-                            mine -= kept[p, before]
-                            time += forward[p, before] - ending[p, before]
-                    if time + left[step, q] > most:
-                        continue
-                    longer = (time, label[1] + weights[q, op], mine, segment, peak, most_forward, most_backward)
-                    _keep(new, back, (step, s, r, bucket), longer, memory, held, f * held * kept[q, op])
+        for r in range(len(now)):
+            _lengthen(r, step, first + step, most, held, memory, costs, left, now, new, back)
         now, new = new, now
-    best, at, slot = np.inf, -1, -1
-    for s in range(states):
-        for bucket in range(buckets):
-            label = now[s, bucket]
-            if label[0] == np.inf:
-                continue
-            used = state * label[1] + held * label[2] + label[4] + max(label[5] + label[6], floor * label[1])
-            if used <= limit and label[0] + leave[s // 2, last - 1] < best:
-                best, at, slot = label[0] + leave[s // 2, last - 1], s, bucket
-    if at < 0:
+    best, state, bucket = _fastest_fitting(last - 1, held, memory, costs, now)
+    if state < 0:
         return np.inf
-    for step in range(n - 1, -1, -1):
-        chosen[step] = at
-        at, slot = back[step, at, slot]
-    for step in range(n):  # alone, a recomputed op saves nothing
-        before, after = step > 0 and chosen[step - 1] % 2, step + 1 < n and chosen[step + 1] % 2
+    for step in range(last - first - 1, -1, -1):
+        chosen[step] = state
+        state, bucket = back[step, state, bucket, 0], back[step, state, bucket, 1]
+    return _without_lone_ops(best, first, costs, chosen)
+
+
+@borrowing
+def _lengthen(r, step, op, most, held, memory, costs, left, now, new, back):  # type: ignore[no-untyped-def]
+    """Adds an op in every state to the labels whose last op has state r, unless another is as good in all respects."""
+    best, best_segment, best_kept, best_base, best_memory = np.inf, np.inf, np.inf, np.inf, np.inf
+    for bucket in range(now.shape[1]):
+        if now[r, bucket, 0] == np.inf:
+            continue
+        run = _read(now[r, bucket])
+        own = memory.state * run.weights + held * run.held
+        base = own + max(run.forward_reserve + run.backward_reserve, memory.floor * run.weights)
+        worse = run.time >= best and run.segment >= best_segment
+        if worse and own >= best_kept and base >= best_base and base + run.peak >= best_memory:
+            continue  # one that takes no more memory, with and without its peak and reserve, is as fast
+        if run.time < best:
+            best, best_segment, best_kept, best_base, best_memory = run.time, run.segment, own, base, base + run.peak
+        for s in range(len(now)):
+            p, q, f = r // 2, s // 2, s % 2
+            if costs.allowed[q, op]:
+                time = run.time + costs.reshard[p, q, op] + costs.compute[q, op] + f * costs.ending[q, op]
+                longer = _longer(run, time, run.held + costs.kept[q, op] + costs.moved[p, q, op], r, s, op, costs)
+                if longer.time + left[step, q] <= most:
+                    _keep(new, back, (step, s, r, bucket), longer, memory, held, f * held * costs.kept[q, op])
+
+
+@borrowing
+def _fastest_fitting(last, held, memory, costs, labels):  # type: ignore[no-untyped-def]
+    """Time, state and bucket of the fastest label that fits; state -1 if none does."""
+    best, state, bucket = np.inf, -1, -1
+    for s in range(labels.shape[0]):
+        for b in range(labels.shape[1]):
+            if labels[s, b, 0] == np.inf:
+                continue
+            run = _read(labels[s, b])
+            if _used(run, held, memory) <= memory.limit and run.time + costs.leave[s // 2, last] < best:
+                best, state, bucket = run.time + costs.leave[s // 2, last], s, b
+    return best, state, bucket
+
+
+@borrowing
+def _without_lone_ops(time, first, costs, chosen):  # type: ignore[no-untyped-def]
+    """The time where no op is recomputed whose neighbours are not, which would save nothing."""
+    for step in range(len(chosen)):
+        before, after = step > 0 and chosen[step - 1] % 2, step + 1 < len(chosen) and chosen[step + 1] % 2
         if chosen[step] % 2 and not before and not after:
             chosen[step] -= 1
-            best -= ending[chosen[step] // 2, first + step]
-    return best
+            time -= costs.ending[chosen[step] // 2, first + step]
+    return time
 
 
 @njit(cache=True, nogil=True)
@@ -317,53 +400,49 @@ def _peak_bound_from(first, price, held, spare, most, memory, by_ops, costs, low
         again, new_again = new_again, again
 
 
-@njit(cache=True, nogil=True)
-def _time_left(first, last, compute, leave, reshard, allowed):  # type: ignore[no-untyped-def]
-    """[ops, Q] the least time of all that comes after an op in a configuration, whatever memory it takes."""
-    num, n = compute.shape[0], last - first
-    left = np.full((n, num), np.inf)
-    left[n - 1] = leave[:, last - 1]
-    for step in range(n - 2, -1, -1):
+@borrowing
+def _fill_time_left(first, last, costs, left):  # type: ignore[no-untyped-def]
+    """left [ops, Q]: the least time of all that comes after an op in a configuration, whatever memory it takes."""
+    for q in range(left.shape[1]):
+        left[last - first - 1, q] = costs.leave[q, last - 1]
+    for step in range(last - first - 2, -1, -1):
         op = first + step + 1
-        for p in range(num):
-            for q in range(num):
-                if allowed[q, op]:
-                    left[step, p] = min(left[step, p], reshard[p, q, op] + compute[q, op] + left[step + 1, q])
-    return left
+        for p in range(left.shape[1]):
+            for q in range(left.shape[1]):
+                if costs.allowed[q, op]:
+                    left[step, p] = min(left[step, p], costs.reshard[p, q, op] + costs.compute[q, op] + left[step + 1, q])
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _keep(table, back, place, entry, memory, held, hope):  # type: ignore[no-untyped-def]
+@borrowing
+def _keep(table, back, place, run, memory, held, hope):  # type: ignore[no-untyped-def]
     """Enters a label unless it cannot fit any more (`hope` may still be saved) or faster ones have its buckets.
 
     Buckets go by all memory. Where one micro-batch is held, only half of them do, and a label that is not the fastest there has another
     chance in the other half, which goes by memory without the peak: there the first segment that is recomputed saves no more than its
     own peak, but the next one does.
     """
-    limit, state, floor = memory
     step, s, r, bucket = place
-    time, weight, mine, _, peak, most_forward, most_backward = entry
-    used = state * weight + held * mine + peak + max(most_forward + most_backward, floor * weight)
-    if used - hope > limit:
+    used = _used(run, held, memory)
+    if used - hope > memory.limit:
         return
     half = table.shape[1] // 2 if held < 2 else table.shape[1]
-    into = int((used - hope) / limit * (half - 1))
-    if time < table[s, into, 0]:
-        label = table[s, into]
-        if label[0] < np.inf and held < 2:
-            base = state * label[1] + held * label[2] + max(label[5] + label[6], floor * label[1])
-            second = half + int(max(base - hope, 0.0) / limit * (half - 1))
-            if label[0] < table[s, second, 0]:
-                table[s, second] = label
-                back[step, s, second] = back[step, s, into]
+    into = int((used - hope) / memory.limit * (half - 1))
+    if run.time < table[s, into, 0]:
+        if table[s, into, 0] < np.inf and held < 2:
+            other = _read(table[s, into])
+            reserve = max(other.forward_reserve + other.backward_reserve, memory.floor * other.weights)
+            base = memory.state * other.weights + held * other.held + reserve
+            second = half + int(max(base - hope, 0.0) / memory.limit * (half - 1))
+            if other.time < table[s, second, 0]:
+                _write(table[s, second], other)
+                back[step, s, second, 0], back[step, s, second, 1] = back[step, s, into, 0], back[step, s, into, 1]
     elif held < 2:
-        into = half + int(max(used - peak - hope, 0.0) / limit * (half - 1))
-        if time >= table[s, into, 0]:
+        into = half + int(max(used - run.peak - hope, 0.0) / memory.limit * (half - 1))
+        if run.time >= table[s, into, 0]:
             return
     else:
         return
-    label = table[s, into]
-    label[0], label[1], label[2], label[3], label[4], label[5], label[6] = entry
+    _write(table[s, into], run)
     back[step, s, into, 0], back[step, s, into, 1] = r, bucket
 
 

@@ -83,9 +83,9 @@ def free_bound_s(family: PlanFamily) -> float:
     least = np.full(family.request.model.num_ops, np.inf)
     for option in family.options:
         share = option.num_devices / family.num_devices
-        after = family.prices.after_s(option)
+        after = family.prices.updates.after_s(option)
         for algo in range(_num_algos(family, option)):
-            time = family.prices.times(option, algo)[1]
+            time = family.prices.passes.times(option, algo)[1]
             least = np.minimum(least, time * (1 + (family.count - 1) * share) + share * after)
     return float(least.sum())
 
@@ -109,7 +109,7 @@ def _gain(family: PlanFamily, costs: MixedCosts) -> float:
     """How much faster a run of ops can be than with the same degrees for all of it; runs begin at the first and last op of each sort."""
     from penstock.search.op_degrees.mixed_kernels import mixing_gain
 
-    numbers, firsts = family.prices.chain
+    numbers, firsts = family.prices.tables.chain
     lasts = len(numbers) - 1 - np.unique(numbers[::-1], return_index=True)[1]
     plain = np.array([choice.algo == 0 for choice in costs.choices])
     time = np.where(costs.allowed, costs.compute, np.inf)
@@ -149,17 +149,17 @@ def _rows(family: PlanFamily, option: StageOption, algo: int, share: float) -> O
     """Costs of every op under one option and split, with a share of what follows."""
     costs = family.prices.costs(option)
     if algo:
-        forward, compute = family.prices.times(option, algo)
-        table, shape = family.prices.table(option)
+        forward, compute = family.prices.passes.times(option, algo)
+        table, shape = family.prices.tables.of(option)
         at = table.chain, table.shape_index(shape), 0, algo
-        numbers, firsts = family.prices.chain
+        numbers, firsts = family.prices.tables.chain
         distinct = [family.request.model.ops[first] for first in firsts]
         light = np.array([not rerun([place], [min(algo, len(place.op.splits) - 1)]) for place in distinct])[numbers]
         costs = replace(
             costs, forward=forward, compute=compute, light=light, kept=table.kept_bytes[at], forward_reserve=table.workspace_bytes[at],
             backward_reserve=table.backward_workspace_bytes[at],
         )  # fmt: skip
-    return replace(costs, compute=costs.compute + share * family.prices.after_s(option))
+    return replace(costs, compute=costs.compute + share * family.prices.updates.after_s(option))
 
 
 def _changes(
@@ -184,7 +184,7 @@ def _changes(
 
 def _gathers_s(family: PlanFamily, pool: int, tp: int, dp: int, fine_tp: int) -> Floats:
     """[N - 1] time to gather what enters each op but the first among the ranks of its tensor-parallel group, as `costs` has it."""
-    request, numbers = family.request, family.prices.chain[0]
+    request, numbers = family.request, family.prices.tables.chain[0]
     shape = share_shape(request.frame, family.samples, dp)
     group = group_of(request.estimator.cluster, family.kinds[pool].ranks[:tp:fine_tp])
     # What enters an op is what the op before it returns.

@@ -30,7 +30,7 @@ class StageAfter:
 
     def of(self, option: StageOption, first: int, last: int) -> float:
         """Gradient sync and optimizer step of a stage of ops first..last."""
-        before = sums_before([self.prices.side_by_side_s(option)])[0]
+        before = sums_before([self.prices.updates.side_by_side_s(option)])[0]
         return float(before[last] - before[first]) + self._shared_s(option, first == 0, last == len(before) - 1)
 
     def longest(self, space: StageSpace, stages: Sequence[StageChoice]) -> float:
@@ -41,7 +41,7 @@ class StageAfter:
         """The space without stages that take longer than a limit."""
         times, num_cuts = space.times.copy(), len(space.cuts) - 1
         for c, costs in enumerate(space.costs):
-            before = sums_before([self.prices.side_by_side_s(costs.option)])[0][space.cuts]
+            before = sums_before([self.prices.updates.side_by_side_s(costs.option)])[0][space.cuts]
             starts = np.repeat(np.arange(num_cuts), space.width[c])
             at = int(space.offset[c, 0]) + np.arange(len(starts))
             ends = starts + 1 + at - space.offset[c][starts]
@@ -54,4 +54,4 @@ class StageAfter:
 
     def _shared_s(self, option: StageOption, is_first: bool, is_last: bool) -> float:
         """For the weight that the first op shares with a later one, which is at the other end."""
-        return self.prices.ends_s(option) if is_first != is_last else 0.0
+        return self.prices.updates.ends_s(option) if is_first != is_last else 0.0

@@ -97,19 +97,19 @@ class AnnealedPipelines:
         hiding = [prices.hiding(c).hidden for c in costs] if SCHEDULES[self.schedule].fill_relief else [c.hidden for c in costs]
         room = [pools[option.pool].with_share(_FULL).memory_limit for option in options]
         sizes, of_size = _alike(options, lambda option: (option.pool, option.num_devices))
-        link = np.array([[[prices.link_between(a, b, across) for b in sizes] for a in sizes] for across in (False, True)])
+        link = np.array([[[prices.messages.link_between(a, b, across) for b in sizes] for a in sizes] for across in (False, True)])
         shares, of_share = _alike(options, lambda option: (option.pool, option.num_devices, option.tp))
-        ends_s = np.array([[prices.ends_between_s(a, b) for b in shares] for a in shares])
-        got, back = (np.stack(side) for side in zip(*map(prices.cut_bytes, options), strict=True))
+        ends_s = np.array([[prices.updates.ends_between_s(a, b) for b in shares] for a in shares])
+        got, back = (np.stack(side) for side in zip(*map(prices.messages.cut_bytes, options), strict=True))
         return PipelineArrays(
-            sums_before([c.compute for c in costs]), sums_before(hiding), sums_before([prices.side_by_side_s(o) for o in options]),
+            sums_before([c.compute for c in costs]), sums_before(hiding), sums_before([prices.updates.side_by_side_s(o) for o in options]),
             sums_before([c.weights / limit for c, limit in zip(costs, room, strict=True)]),
             sums_before([c.kept / limit for c, limit in zip(costs, room, strict=True)]),
             # In the order that kernels are compiled for: picking columns leaves them the other way round.
             got, back, np.ascontiguousarray(link[:, of_size[:, None], of_size]), ends_s[of_share[:, None], of_share],
             np.array([o.num_devices for o in options]), np.array([o.pool for o in options]),
             np.array([pool.num_devices for pool in pools]), np.array([max(pool.per_node, 1) for pool in pools]),
-            prices.shared[0],
+            prices.tables.tied[0],
         )  # fmt: skip
 
     @cached_property

@@ -116,7 +116,7 @@ class NeighbourBound:
         """A box that was never bounded, as it is; else its parts."""
         if not box.chains:
             return [box]
-        if box.ends == _ANY and self._family.prices.shared[0] >= 0 and box.limits.width_s < _NARROW * self._good_s:
+        if box.ends == _ANY and self._family.prices.tables.tied[0] >= 0 and box.limits.width_s < _NARROW * self._good_s:
             return [replace(box, ends=ends) for ends in product(self._pools, self._pools)]
         return [replace(box, limits=limits) for limits in box.limits.halves()]
 

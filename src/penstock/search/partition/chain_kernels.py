@@ -1,16 +1,62 @@
-"""The compiled loop behind bounds of several kinds of devices: the cheapest stages of a chain, which know their neighbours."""
+"""The compiled loop behind bounds of several kinds of devices: the cheapest stages of a chain, which know their neighbours.
+
+In these loops a is the cut at which a stage begins, b that at which it ends, and c its option.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
 
+from penstock.costs.table import Floats
+from penstock.kernels import borrowing
+from penstock.search.space.stage_costs import Ints
+
 if TYPE_CHECKING:
     from penstock.search.partition.neighbour_stages import NeighbourStages, NeighbourTables, StagePrices
 
-__all__ = ["allowed_groups", "cheapest_stages", "tiny", "warm"]
+__all__ = ["StageLimits", "allowed_groups", "can_hold_ends", "cheapest_stages", "stage_cost", "tiny", "warm"]
+
+
+class StageLimits(NamedTuple):
+    """The limits that `cheapest_stages` keeps to."""
+
+    longest: float
+    latest: float
+    ends: Ints
+
+
+class _Stage(NamedTuple):
+    """A stage, and what may be behind it."""
+
+    option: int
+    first: int
+    last: int
+    cost: float
+    """Without messages."""
+    spare: float
+    """Time that is left for its messages."""
+    allowed: int
+    """Groups that may sum gradients on its network for it to end in time, its own among them."""
+    stays: bool
+    """Whether the stage behind it may lie in the same node."""
+    in_node: float
+    """Cost of all behind it if the next stage lies in the same node and no other was there before, with the message."""
+    rest: float
+    """Least cost of all behind it."""
+
+
+class _Begun(NamedTuple):
+    """The cheapest stages from one cut on whose first has one option, by the size of the stage elsewhere that is before them."""
+
+    cost: Floats
+    """[K] without the message from that stage."""
+    last: Ints
+    """[K] where the first of them ends."""
+    next_size: Ints
+    """[K] the size of the stage elsewhere behind it, -1 where it lies in its node or there is none."""
 
 
 @njit(cache=True, nogil=True)
@@ -23,203 +69,278 @@ def cheapest_stages(stages, prices, longest, latest, ends, tables, places):  # t
     receives the cheapest stages: first and last cut, option, and the sizes of the stages elsewhere that are before and behind it, -1 where
     it has none or they lie in its node.
     """
-    offset, width, times, hidden, whole, shared_s, near_in, near_out, far_in, far_out, by_in, by_out = stages[:12]
-    pool_of, class_of, taken, room, tied, groups, group_s, grain, _, again_s = stages[12:]
-    price, rate, after = prices
-    near, far, near_choice, far_choice, behind, behind_choice, top, told = tables
-    end, num_classes = near_in.shape[1] - 1, far.shape[1]
-    far[:], near[end], top[:, end] = np.inf, np.inf, -1  # nothing is behind the end
-    _tell_apart(stages, longest, latest, told)
-    best, best_b, best_right = np.zeros(num_classes), np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
-    least, start, looked = np.inf, np.zeros(3, np.int64), 0
+    sizes = tables.far.shape[1]
+    begun = _Begun(np.zeros(sizes), np.zeros(sizes, np.int64), np.zeros(sizes, np.int64))
+    return _fill_tables(stages, prices, StageLimits(longest, latest, ends), tables, begun, places)
+
+
+@borrowing
+def _fill_tables(stages, prices, limits, tables, begun, places):  # type: ignore[no-untyped-def]
+    """`cheapest_stages`, with room for what begins at a cut."""
+    end = stages.near_in.shape[1] - 1
+    tables.far[:], tables.near[end], tables.top[:, end] = np.inf, np.inf, -1  # nothing is behind the end
+    _tell_groups_apart(stages, limits, tables.groups_apart)
+    least, first_option, first_last, first_next, looked = np.inf, 0, 0, 0, 0
     for a in range(end - 1, -1, -1):
-        for p in range(len(room)):
-            near[a, p, :, : told[p] + 1, : told[p] + 1] = np.inf
-        for c in range(len(pool_of)):
-            p, k, n, own = pool_of[c], class_of[c], taken[c], groups[c]
-            most_groups = told[p]
-            if a == 0 and ends[0] >= 0 and p != ends[0]:
+        for pool in range(len(stages.node_units)):
+            apart = tables.groups_apart[pool]
+            tables.near[a, pool, :, : apart + 1, : apart + 1] = np.inf
+        for c in range(len(stages.pool_of)):
+            if a == 0 and limits.ends[0] >= 0 and stages.pool_of[c] != limits.ends[0]:
                 continue
-            inside, widest = n < room[p], num_classes - 1 if a else 0
-            while a and widest >= 0 and far_in[c, a, by_in[c, a, widest]] > longest:
-                widest -= 1
-            best[:] = np.inf
-            reach = a
-            while reach < min(a + width[c, a], end):
-                if times[offset[c, a] + reach - a] > longest or whole[c, reach + 1] - whole[c, a] > latest:
-                    break
-                reach += 1
-            looked += reach - a
-            for b in range(reach, a, -1):  # the longest, which are often the best, first
-                alone, own_after = times[offset[c, a] + b - a - 1], whole[c, b] - whole[c, a]
-                has_tied = a <= tied < b
-                if has_tied and ends[1] >= 0 and p != ends[1]:
-                    continue
-                if (a == 0) != has_tied and own_after + shared_s[c] + (again_s[c, 0] if a else 0.0) > latest:
-                    continue
-                cost, left = rate[c] * alone + price[c] + after[c, b] - after[c, a], longest - alone
-                if a > 0 or b < end:  # with one stage there is nothing to fill
-                    cost -= hidden[c, b] - hidden[c, a]
-                again = again_s[c, 1] if has_tied and a else 0.0
-                allowed = allowed_groups(group_s[c, b] - group_s[c, a] + again, latest, most_groups)
-                stay, there = inside and b < end, np.inf
-                if inside:
-                    there = near[b, p, n, min(own, most_groups), allowed] + rate[c] * near_out[c, b]
-                rest = 0.0 if b == end else min(behind[c, b, top[c, b]] if top[c, b] >= 0 else np.inf, there)
-                # Of stages elsewhere before it, those with the shortest messages first; all that leave time for the best behind it are
-                # told by the last of them.
-                i, e = -1, widest
-                while e >= 0 and cost + rest < best[e]:
-                    come = far_in[c, a, by_in[c, a, e]] if a else 0.0
-                    if come <= left:
-                        while i < top[c, b] and far_out[c, b, by_out[c, b, i + 1]] <= left - come:
-                            i += 1
-                        value, right = (behind[c, b, i], behind_choice[c, b, i]) if i >= 0 else (np.inf, -1)
-                        if b == end:
-                            value = 0.0
-                        elif stay and near_out[c, b] <= left - come and there < value:
-                            value, right = there, -1
-                        if cost + value < best[e]:
-                            best[e], best_b[e], best_right[e] = cost + value, b, right
-                        if i == top[c, b] and (not stay or near_out[c, b] <= left - come):
-                            break
-                    e -= 1
-                left -= near_in[c, a]
-                cost += rate[c] * near_in[c, a]
-                if a == 0 or not inside or left < 0 or (allowed <= own and allowed < most_groups):
-                    continue
-                fullest = min((room[p] - n) * grain[p], most_groups)
-                if allowed < most_groups:
-                    fullest = min(fullest, allowed - own)
-                # What does where most is taken does anywhere; but where more groups count as so many, any may be behind this stage, and
-                # elsewhere only as many as it has.
-                beaten = near[a, p, room[p] - n, fullest, min(fullest + own, most_groups)]
-                if own < n * grain[p] and own + 1 < most_groups <= fullest + own:
-                    beaten = max(beaten, near[a, p, room[p] - n, most_groups - own - 1, most_groups - 1])
-                if cost + rest >= beaten:
-                    continue
-                value, right = np.inf, -1
-                if b == end:
-                    value = 0.0
-                else:
-                    i = top[c, b]
-                    while i >= 0 and far_out[c, b, by_out[c, b, i]] > left:
-                        i -= 1
-                    if i >= 0:
-                        value, right = behind[c, b, i], behind_choice[c, b, i]
-                stay = stay and near_out[c, b] <= left
-                for at in range(1, room[p] - n + 1):
-                    goes_on = stay and at + n < room[p]
-                    for g in range(1, min(at * grain[p], most_groups) + 1):
-                        if allowed < most_groups and g + own > allowed:
-                            break
-                        looked += 1
-                        more = min(g + own, most_groups)
-                        most_there = value
-                        if goes_on:
-                            most_there = min(value, near[b, p, at + n, more, allowed] + rate[c] * near_out[c, b])
-                        if cost + most_there >= near[a, p, at, g, more]:  # where fewest may be there, which do for more
-                            continue
-                        for limit in range(more, allowed + 1):
-                            there, towards = value, right
-                            if goes_on and near[b, p, at + n, more, limit] + rate[c] * near_out[c, b] < there:
-                                there, towards = near[b, p, at + n, more, limit] + rate[c] * near_out[c, b], -1
-                            if cost + there < near[a, p, at, g, limit]:
-                                near[a, p, at, g, limit] = cost + there
-                                near_choice[a, p, at, g, limit, 0] = c
-                                near_choice[a, p, at, g, limit, 1] = b
-                                near_choice[a, p, at, g, limit, 2] = towards
-            if a == 0:
-                if best[0] < least:
-                    least = best[0]
-                    start[0], start[1], start[2] = c, best_b[0], best_right[0]
-                continue
-            last = -1
-            for i in range(num_classes - 1, -1, -1):
-                if last < 0 or best[i] < best[last]:
-                    last = i
-                e = by_in[c, a, i]
-                if best[last] + rate[c] * far_in[c, a, e] < far[a, e, k]:
-                    far[a, e, k] = best[last] + rate[c] * far_in[c, a, e]
-                    far_choice[a, e, k, 0], far_choice[a, e, k, 1], far_choice[a, e, k, 2] = c, best_b[last], best_right[last]
-        _allow_more(a, stages, near, near_choice, told)
-        _fill_behind(a, stages, rate, longest, tables)
-    return least, _followed(start, stages, latest, tables, places) if least < np.inf else 0, looked
+            looked += _begin_stages(a, c, stages, prices, limits, tables, begun)
+            if a > 0:
+                _fill_far(a, c, stages, prices, tables, begun)
+            elif begun.cost[0] < least:
+                least, first_option, first_last, first_next = begun.cost[0], c, begun.last[0], begun.next_size[0]
+        _allow_more_groups(a, stages, tables)
+        _fill_behind(a, stages, prices, limits, tables)
+    if least == np.inf:
+        return least, 0, looked
+    return least, _write_places(first_option, first_last, first_next, stages, limits, tables, places), looked
 
 
-@njit(cache=True, nogil=True)
-def _tell_apart(stages, longest, latest, told):  # type: ignore[no-untyped-def]
-    """How many groups on one network of each pool are told apart: only one where no stage is kept from being there with all others."""
-    told[:] = 1
-    for c in range(len(stages.pool_of)):
-        for a in range(stages.offset.shape[1]):
-            b = a + stages.width[c, a]
-            while b > a + 1 and stages.times[stages.offset[c, a] + b - a - 1] > longest:
-                b -= 1
-            each_s = stages.group_s[c, b] - stages.group_s[c, a] + (stages.again_s[c, 1] if 0 < a <= stages.tied < b else 0.0)
-            if each_s * stages.most_groups > latest:
-                told[stages.pool_of[c]] = stages.most_groups
-                break
+@borrowing
+def _begin_stages(a, c, stages, prices, limits, tables, begun):  # type: ignore[no-untyped-def]
+    """Tries all stages of an option from a cut on, behind stages elsewhere and in their node; returns how many were looked at."""
+    end, widest = stages.near_in.shape[1] - 1, tables.far.shape[1] - 1 if a else 0
+    while a and widest >= 0 and stages.far_in[c, a, stages.by_in[c, a, widest]] > limits.longest:
+        widest -= 1
+    begun.cost[:] = np.inf
+    furthest = a
+    while furthest < min(a + stages.width[c, a], end):
+        too_long = stages.times[stages.offset[c, a] + furthest - a] > limits.longest
+        if too_long or stages.after_s[c, furthest + 1] - stages.after_s[c, a] > limits.latest:
+            break
+        furthest += 1
+    looked = furthest - a
+    for b in range(furthest, a, -1):  # the longest, which are often the best, first
+        if can_hold_ends(a, b, c, stages, limits.latest, limits.ends):
+            stage = _stage(a, b, c, stages, prices, limits, tables)
+            _follow_elsewhere(stage, stages, tables, widest, begun)
+            if a > 0:
+                looked += _follow_in_node(stage, stages, prices, tables)
+    return looked
 
 
-@njit(cache=True, nogil=True)
-def allowed_groups(each_s, latest, most):  # type: ignore[no-untyped-def]
-    """How many groups of ranks, of which one alone would take so long, may sum gradients over one network at once, up to `most`."""
+@borrowing
+def can_hold_ends(a, b, c, stages, latest, ends):  # type: ignore[no-untyped-def]
+    """Whether a stage may be where the ends of the shared weight are to lie, and sums its gradient in time if it has one end alone."""
+    has_tied = a <= stages.tied < b
+    if has_tied and ends[1] >= 0 and stages.pool_of[c] != ends[1]:
+        return False
+    if (a == 0) == has_tied:
+        return True
+    own_after = stages.after_s[c, b] - stages.after_s[c, a]
+    return own_after + stages.shared_s[c] + (stages.tied_copy_s[c, 0] if a else 0.0) <= latest
+
+
+@borrowing
+def stage_cost(a, b, c, stages, prices, time, spent):  # type: ignore[no-untyped-def]
+    """What a stage that takes so much time costs, added to what was spent before."""
+    cost = spent + prices.rate[c] * time + prices.price[c] + prices.after[c, b] - prices.after[c, a]
+    if a > 0 or b < stages.near_in.shape[1] - 1:  # with one stage there is nothing to fill
+        cost -= stages.hidden[c, b] - stages.hidden[c, a]
+    return cost
+
+
+@borrowing
+def allowed_groups(a, b, c, stages, latest, most):  # type: ignore[no-untyped-def]
+    """How many groups of ranks may sum gradients over the network of a stage at once for it to end in time, up to `most`."""
+    each_s = _group_s(a, b, c, stages)
     return most if each_s * most <= latest else int(latest / each_s * (1 + 1e-12))
 
 
-@njit(cache=True, nogil=True)
-def _allow_more(a, stages, near, near_choice, told):  # type: ignore[no-untyped-def]
-    """Where more groups may be in a node, stages with fewer are possible as well."""
-    room, grain = stages.room, stages.grain
-    for p in range(len(room)):
-        for at in range(1, room[p]):
-            for g in range(1, min(at * grain[p], told[p]) + 1):
-                for limit in range(g + 1, told[p] + 1):
-                    if near[a, p, at, g, limit - 1] < near[a, p, at, g, limit]:
-                        near[a, p, at, g, limit] = near[a, p, at, g, limit - 1]
-                        for i in range(3):
-                            near_choice[a, p, at, g, limit, i] = near_choice[a, p, at, g, limit - 1, i]
+@borrowing
+def _group_s(a, b, c, stages):  # type: ignore[no-untyped-def]
+    """What one of a stage's groups takes to sum gradients, if no other uses the network."""
+    return stages.group_s[c, b] - stages.group_s[c, a] + (stages.tied_copy_s[c, 1] if 0 < a <= stages.tied < b else 0.0)
 
 
-@njit(cache=True, nogil=True)
-def _fill_behind(a, stages, rate, longest, tables):  # type: ignore[no-untyped-def]
-    """What is behind a stage of each option that ends at a cut, of all whose messages take no longer than one of them."""
-    far_out, by_out, class_of = stages.far_out, stages.by_out, stages.class_of
-    far, behind, behind_choice, top = tables.far, tables.behind, tables.behind_choice, tables.top
-    for c in range(len(class_of)):
-        value, right, top[c, a] = np.inf, -1, -1
-        for i in range(far.shape[1]):
-            e = by_out[c, a, i]
-            if far_out[c, a, e] > longest:
+@borrowing
+def _tell_groups_apart(stages, limits, apart):  # type: ignore[no-untyped-def]
+    """How many groups on one network of each pool are told apart: only one where no stage is kept from being there with all others."""
+    apart[:] = 1
+    for c in range(len(stages.pool_of)):
+        for a in range(stages.offset.shape[1]):
+            b = a + stages.width[c, a]
+            while b > a + 1 and stages.times[stages.offset[c, a] + b - a - 1] > limits.longest:
+                b -= 1
+            if _group_s(a, b, c, stages) * stages.max_groups > limits.latest:
+                apart[stages.pool_of[c]] = stages.max_groups
                 break
-            if rate[c] * far_out[c, a, e] + far[a, class_of[c], e] < value:
-                value, right, top[c, a] = rate[c] * far_out[c, a, e] + far[a, class_of[c], e], e, i
-            behind[c, a, i], behind_choice[c, a, i] = value, right
 
 
-@njit(cache=True, nogil=True)
-def _followed(start, stages, latest, tables, places):  # type: ignore[no-untyped-def]
+@borrowing
+def _stage(a, b, c, stages, prices, limits, tables):  # type: ignore[no-untyped-def]
+    """The stage, with what is known of all behind it."""
+    pool, units = stages.pool_of[c], stages.units[c]
+    time, apart = stages.times[stages.offset[c, a] + b - a - 1], tables.groups_apart[stages.pool_of[c]]
+    cost, allowed = stage_cost(a, b, c, stages, prices, time, 0.0), allowed_groups(a, b, c, stages, limits.latest, apart)
+    at_end, has_room, in_node = b == stages.near_in.shape[1] - 1, units < stages.node_units[pool], np.inf
+    if has_room:
+        in_node = tables.near[b, pool, units, min(stages.groups[c], apart), allowed] + prices.rate[c] * stages.near_out[c, b]
+    best_elsewhere = tables.behind[c, b, tables.top[c, b]] if tables.top[c, b] >= 0 else np.inf
+    rest = 0.0 if at_end else min(best_elsewhere, in_node)
+    return _Stage(c, a, b, cost, limits.longest - time, allowed, has_room and not at_end, in_node, rest)
+
+
+@borrowing
+def _follow_elsewhere(stage, stages, tables, widest, begun):  # type: ignore[no-untyped-def]
+    """Notes in `begun` where a stage is the best behind stages elsewhere.
+
+    Sizes of the stage before come with the longest message first, which leaves the least time for the one to the stage behind. Where there
+    is time for the best of these, shorter ones change nothing: `_fill_far` takes the best of all longer ones for them.
+    """
+    c, a, b = stage.option, stage.first, stage.last
+    i, e = -1, widest
+    while e >= 0 and stage.cost + stage.rest < begun.cost[e]:
+        come = stages.far_in[c, a, stages.by_in[c, a, e]] if a else 0.0
+        if come <= stage.spare:
+            while i < tables.top[c, b] and stages.far_out[c, b, stages.by_out[c, b, i + 1]] <= stage.spare - come:
+                i += 1
+            value, next_size = (tables.behind[c, b, i], tables.behind_choice[c, b, i]) if i >= 0 else (np.inf, -1)
+            if b == stages.near_in.shape[1] - 1:
+                value = 0.0
+            elif stage.stays and stages.near_out[c, b] <= stage.spare - come and stage.in_node < value:
+                value, next_size = stage.in_node, -1
+            if stage.cost + value < begun.cost[e]:
+                begun.cost[e], begun.last[e], begun.next_size[e] = stage.cost + value, b, next_size
+            if i == tables.top[c, b] and (not stage.stays or stages.near_out[c, b] <= stage.spare - come):
+                break
+        e -= 1
+
+
+@borrowing
+def _follow_in_node(stage, stages, prices, tables):  # type: ignore[no-untyped-def]
+    """Notes in `tables.near` where a stage is the best behind one in its node; returns how many ways to be there were looked at."""
+    c, a, b, allowed = stage.option, stage.first, stage.last, stage.allowed
+    pool, units, own, looked = stages.pool_of[c], stages.units[c], stages.groups[c], 0
+    room, apart = stages.node_units[pool] - units, tables.groups_apart[pool]
+    spare, cost = stage.spare - stages.near_in[c, a], stage.cost + prices.rate[c] * stages.near_in[c, a]
+    if room <= 0 or spare < 0 or (allowed <= own and allowed < apart) or cost + stage.rest >= _known_in_node(stage, stages, tables):
+        return 0
+    elsewhere, next_size = _cheapest_elsewhere(b, c, spare, stages, tables)
+    stays, go = stage.stays and stages.near_out[c, b] <= spare, prices.rate[c] * stages.near_out[c, b]
+    for taken in range(1, room + 1):
+        goes_on = stays and taken < room
+        for others in range(1, min(taken * stages.unit_devices[pool], apart) + 1):
+            if allowed < apart and others + own > allowed:
+                break
+            looked += 1
+            groups, least = min(others + own, apart), elsewhere
+            if goes_on:
+                least = min(elsewhere, tables.near[b, pool, taken + units, groups, allowed] + go)
+            if cost + least >= tables.near[a, pool, taken, others, groups]:  # where fewest may be there, which do for more
+                continue
+            for limit in range(groups, allowed + 1):
+                value, towards = elsewhere, next_size
+                if goes_on and tables.near[b, pool, taken + units, groups, limit] + go < value:
+                    value, towards = tables.near[b, pool, taken + units, groups, limit] + go, -1
+                if cost + value < tables.near[a, pool, taken, others, limit]:
+                    tables.near[a, pool, taken, others, limit] = cost + value
+                    choice = tables.near_choice[a, pool, taken, others, limit]
+                    choice[0], choice[1], choice[2] = c, b, towards
+    return looked
+
+
+@borrowing
+def _known_in_node(stage, stages, tables):  # type: ignore[no-untyped-def]
+    """The most that stages already noted in `tables.near` cost wherever a stage may be: where it costs as much, it is best nowhere.
+
+    What does where most is taken does anywhere; but where more groups count as so many, any may be behind this stage, and elsewhere only
+    as many as it has.
+    """
+    c, allowed = stage.option, stage.allowed
+    pool, own = stages.pool_of[c], stages.groups[c]
+    room, apart, unit = stages.node_units[pool] - stages.units[c], tables.groups_apart[pool], stages.unit_devices[pool]
+    fullest = min(room * unit, apart)
+    if allowed < apart:
+        fullest = min(fullest, allowed - own)
+    known = tables.near[stage.first, pool, room, fullest, min(fullest + own, apart)]
+    if own < stages.units[c] * unit and own + 1 < apart <= fullest + own:
+        known = max(known, tables.near[stage.first, pool, room, apart - own - 1, apart - 1])
+    return known
+
+
+@borrowing
+def _cheapest_elsewhere(b, c, spare, stages, tables):  # type: ignore[no-untyped-def]
+    """Cost of all behind a stage whose messages to a stage elsewhere take no more than `spare`, and the size of that stage."""
+    if b == stages.near_in.shape[1] - 1:
+        return 0.0, -1
+    i = tables.top[c, b]
+    while i >= 0 and stages.far_out[c, b, stages.by_out[c, b, i]] > spare:
+        i -= 1
+    if i < 0:
+        return np.inf, -1
+    return tables.behind[c, b, i], tables.behind_choice[c, b, i]
+
+
+@borrowing
+def _fill_far(a, c, stages, prices, tables, begun):  # type: ignore[no-untyped-def]
+    """What begins at a cut with an option, for stages elsewhere before it: where one leaves time enough, so does any with a shorter
+    message."""
+    best, k = -1, stages.size_of[c]
+    for i in range(len(begun.cost) - 1, -1, -1):
+        if best < 0 or begun.cost[i] < begun.cost[best]:
+            best = i
+        e = stages.by_in[c, a, i]
+        cost = begun.cost[best] + prices.rate[c] * stages.far_in[c, a, e]
+        if cost < tables.far[a, e, k]:
+            tables.far[a, e, k] = cost
+            choice = tables.far_choice[a, e, k]
+            choice[0], choice[1], choice[2] = c, begun.last[best], begun.next_size[best]
+
+
+@borrowing
+def _allow_more_groups(a, stages, tables):  # type: ignore[no-untyped-def]
+    """Where more groups may be in a node, stages with fewer are possible as well."""
+    for pool in range(len(stages.node_units)):
+        apart = tables.groups_apart[pool]
+        for taken in range(1, stages.node_units[pool]):
+            for others in range(1, min(taken * stages.unit_devices[pool], apart) + 1):
+                near, choice = tables.near[a, pool, taken, others], tables.near_choice[a, pool, taken, others]
+                for limit in range(others + 1, apart + 1):
+                    if near[limit - 1] < near[limit]:
+                        near[limit] = near[limit - 1]
+                        for i in range(3):
+                            choice[limit, i] = choice[limit - 1, i]
+
+
+@borrowing
+def _fill_behind(a, stages, prices, limits, tables):  # type: ignore[no-untyped-def]
+    """What is behind a stage of each option that ends at a cut, of all whose messages take no longer than one of them."""
+    for c in range(len(stages.size_of)):
+        value, next_size, tables.top[c, a] = np.inf, -1, -1
+        for i in range(tables.far.shape[1]):
+            e = stages.by_out[c, a, i]
+            if stages.far_out[c, a, e] > limits.longest:
+                break
+            cost = prices.rate[c] * stages.far_out[c, a, e] + tables.far[a, stages.size_of[c], e]
+            if cost < value:
+                value, next_size, tables.top[c, a] = cost, e, i
+            tables.behind[c, a, i], tables.behind_choice[c, a, i] = value, next_size
+
+
+@borrowing
+def _write_places(c, b, next_size, stages, limits, tables, places):  # type: ignore[no-untyped-def]
     """Puts the stages that the tables chose into `places`, from the first one's option, end and next size on; returns their number."""
-    end, (c, b, right) = stages.near_in.shape[1] - 1, start
-    a, before, at, number, shared, limit = 0, -1, 0, 0, 0, stages.most_groups
+    end, a, before, taken, groups, limit, number = stages.near_in.shape[1] - 1, 0, -1, 0, 0, stages.max_groups, 0
     while True:
-        places[number] = a, b, c, before, right
+        place = places[number]
+        place[0], place[1], place[2], place[3], place[4] = a, b, c, before, next_size
         number += 1
         if b == end:
             return number
-        p, k = stages.pool_of[c], stages.class_of[c]
-        most = tables.told[p]
+        pool, size = stages.pool_of[c], stages.size_of[c]
+        apart = tables.groups_apart[pool]
         if before >= 0 or number == 1:
-            at, shared, limit = 0, 0, most
-        at, shared = at + stages.taken[c], min(shared + stages.groups[c], most)
-        again = stages.again_s[c, 1] if 0 < a <= stages.tied < b else 0.0
-        limit = min(limit, allowed_groups(stages.group_s[c, b] - stages.group_s[c, a] + again, latest, most))
-        a, before = int(b), k if right >= 0 else -1
-        if right >= 0:
-            c, b, right = tables.far_choice[a, k, right]
-        else:
-            c, b, right = tables.near_choice[a, p, at, shared, limit]
+            taken, groups, limit = 0, 0, apart
+        taken, groups = taken + stages.units[c], min(groups + stages.groups[c], apart)
+        limit = min(limit, allowed_groups(a, b, c, stages, limits.latest, apart))
+        a, before = b, size if next_size >= 0 else -1
+        choice = tables.far_choice[a, size, next_size] if next_size >= 0 else tables.near_choice[a, pool, taken, groups, limit]
+        c, b, next_size = int(choice[0]), int(choice[1]), int(choice[2])
 
 
 def tiny() -> tuple[NeighbourStages, StagePrices, NeighbourTables]:

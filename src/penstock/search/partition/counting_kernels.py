@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 
-from penstock.search.partition.chain_kernels import allowed_groups, tiny
+from penstock.costs.table import Floats
+from penstock.kernels import borrowing
+from penstock.search.partition.chain_kernels import StageLimits, allowed_groups, can_hold_ends, stage_cost, tiny
+from penstock.search.space.stage_costs import Ints
 
 __all__ = ["counted_stages", "warm"]
+
+
+class _Arrival(NamedTuple):
+    """A way to have come to a cut."""
+
+    spent: float
+    """What all stages before the cut have cost, with the message to the next."""
+    used: int
+    """Units taken of every pool, in mixed radix."""
+    before: int
+    """The size of the stage elsewhere before the cut, -1 for none."""
+    size: int
+    """The size that the stage behind the cut must have, -1 for any."""
+    pool: int
+    """Of the node in which the stages before and behind the cut both lie; -1 where they do not."""
+    taken: int
+    groups: int
+    limit: int
+    """Of that node: units taken, groups that sum gradients, and how many may be there."""
+
+
+class _Budget(NamedTuple):
+    """What may be taken and spent."""
+
+    units: Floats
+    """[P] of each pool."""
+    prices: Floats
+    """[P] of a unit that is left."""
+    strides: Ints
+    """[P + 1] of units in mixed radix."""
+    most: float
+    room: int
+    """Units of the largest node."""
 
 
 @njit(cache=True, nogil=True)
@@ -20,73 +58,28 @@ def counted_stages(stages, prices, longest, latest, ends, tables, devices, budge
     `cheapest_stages` for the same arguments, tell apart, and the units taken. With what these say of the rest, most are beyond the budget.
     `devices` [2, P] are units of each pool and the price of one; `labels` are `Labels`.
     """
-    pools, end, far = len(stages.room), stages.near_in.shape[1] - 1, tables.far
-    strides = np.ones(pools + 1, np.int64)
-    for p in range(pools):
-        strides[p + 1] = strides[p] * (int(devices[0, p]) + 1)
+    strides = np.ones(len(stages.node_units) + 1, np.int64)
+    for pool in range(len(stages.node_units)):
+        strides[pool + 1] = strides[pool] * (int(devices[0, pool]) + 1)
+    limits, given = StageLimits(longest, latest, ends), _Budget(devices[0], devices[1], strides, budget, stages.node_units.max())
+    return _count(stages, prices, limits, tables, given, most, labels)
+
+
+@borrowing
+def _count(stages, prices, limits, tables, budget, most, labels):  # type: ignore[no-untyped-def]
+    """`counted_stages`."""
+    end, sizes = stages.near_in.shape[1] - 1, tables.far.shape[1]
     labels.head[:], labels.slots[:] = -1, -1
     found, steps, number = np.inf, 0, 0
     for a in range(end):
         label = labels.head[a]
         while a == 0 or label >= 0:
-            spent, before, first, node, used = 0.0, -1, -1, (-1, 0, 0, 0), 0
-            if a:
-                spent, used = labels.cost[label], labels.used[label]
-                before, first, node = _state(labels.state[label], stages, far.shape[1])
+            arrival = _arrival(a, label, stages, sizes, budget.room, labels)
             for c in range(len(stages.pool_of)):
-                p, n = stages.pool_of[c], stages.taken[c]
-                most_groups = tables.told[p]
-                if (first >= 0 and stages.class_of[c] != first) or (a == 0 and ends[0] >= 0 and p != ends[0]):
-                    continue
-                if node[0] >= 0 and (p != node[0] or n >= stages.room[p] or node[1] + n > stages.room[p]):
-                    continue
-                if used // strides[p] % (strides[p + 1] // strides[p]) + n > devices[0, p]:
-                    continue
-                come = stages.far_in[c, a, before] if before >= 0 else (stages.near_in[c, a] if a else 0.0)
-                for b in range(a + 1, min(a + stages.width[c, a], end) + 1):
-                    alone, own_after = stages.times[stages.offset[c, a] + b - a - 1], stages.whole[c, b] - stages.whole[c, a]
-                    if alone + come > longest or own_after > latest:
-                        break
-                    steps += 1
-                    has_tied, left = a <= stages.tied < b, longest - alone - come
-                    if has_tied and ends[1] >= 0 and p != ends[1]:
-                        continue
-                    if (a == 0) != has_tied and own_after + stages.shared_s[c] + (stages.again_s[c, 0] if a else 0.0) > latest:
-                        continue
-                    cost = spent + prices.rate[c] * (alone + come) + prices.price[c] + prices.after[c, b] - prices.after[c, a]
-                    if a > 0 or b < end:
-                        cost -= stages.hidden[c, b] - stages.hidden[c, a]
-                    again = stages.again_s[c, 1] if has_tied and a else 0.0
-                    allowed = allowed_groups(stages.group_s[c, b] - stages.group_s[c, a] + again, latest, most_groups)
-                    at, groups, limit = n, stages.groups[c], allowed
-                    if node[0] >= 0:
-                        at, groups, limit = at + node[1], groups + node[2], min(limit, node[3])
-                    if cost > budget or (node[0] >= 0 and groups > limit and limit < most_groups):
-                        continue
-                    if b == end:
-                        rest = 0.0
-                        for q in range(pools):
-                            rest += devices[1, q] * (devices[0, q] - (used + n * strides[p]) // strides[q] % (strides[q + 1] // strides[q]))
-                        if cost + rest <= budget:
-                            found = min(found, cost + rest)
-                        continue
-                    groups = min(groups, most_groups)
-                    if n < stages.room[p] and at < stages.room[p] and stages.near_out[c, b] <= left:
-                        more = cost + prices.rate[c] * stages.near_out[c, b]
-                        if more + tables.near[b, p, at, groups, limit] <= budget:
-                            state = far.shape[1] ** 2 + _node_state(p, at, groups, limit, stages)
-                            number = _kept(b, state, used + n * strides[p], more, labels, number)
-                    if tables.top[c, b] < 0 or cost + tables.behind[c, b, tables.top[c, b]] > budget:
-                        continue
-                    for i in range(far.shape[1]):
-                        e = stages.by_out[c, b, i]
-                        go = stages.far_out[c, b, e]
-                        if go > left:
-                            break
-                        if cost + prices.rate[c] * go + far[b, stages.class_of[c], e] <= budget:
-                            state = stages.class_of[c] * far.shape[1] + e
-                            number = _kept(b, state, used + n * strides[p], cost + prices.rate[c] * go, labels, number)
-                if steps > most or number + far.shape[1] * end >= len(labels.cost):
+                if _may_follow(a, c, arrival, stages, limits, budget):
+                    least, looked, number = _extend(a, c, arrival, stages, prices, limits, tables, budget, labels, number)
+                    found, steps = min(found, least), steps + looked
+                if steps > most or number + sizes * end >= len(labels.cost):
                     return -np.inf, steps
             if a == 0:
                 break
@@ -94,25 +87,114 @@ def counted_stages(stages, prices, longest, latest, ends, tables, devices, budge
     return found, steps
 
 
-@njit(cache=True, nogil=True)
-def _node_state(pool, at, groups, limit, stages):  # type: ignore[no-untyped-def]
-    """One number for how a node is taken."""
-    told = stages.most_groups + 1
-    return ((pool * stages.room.max() + at) * told + groups) * told + limit
+@borrowing
+def _arrival(a, label, stages, sizes, room, labels):  # type: ignore[no-untyped-def]
+    """The way to a cut that a label stands for; to the first there is but one."""
+    if a == 0:
+        return _Arrival(0.0, 0, -1, -1, -1, 0, 0, 0)
+    spent, used, state = labels.cost[label], labels.used[label], labels.state[label]
+    if state < sizes**2:
+        return _Arrival(spent, used, state // sizes, state % sizes, -1, 0, 0, 0)
+    apart, state = stages.max_groups + 1, state - sizes**2
+    place = state // apart**2
+    return _Arrival(spent, used, -1, -1, place // room, place % room, state // apart % apart, state % apart)
 
 
-@njit(cache=True, nogil=True)
-def _state(state, stages, classes):  # type: ignore[no-untyped-def]
-    """The sizes of the stages before and behind a cut, and (pool, units, groups, limit) of the node that both lie in; -1 for none."""
-    if state < classes**2:
-        return state // classes, state % classes, (-1, 0, 0, 0)
-    told, state = stages.most_groups + 1, state - classes**2
-    place = state // told**2
-    return -1, -1, (place // stages.room.max(), place % stages.room.max(), state // told % told, state % told)
+@borrowing
+def _may_follow(a, c, arrival, stages, limits, budget):  # type: ignore[no-untyped-def]
+    """Whether a stage of an option may begin there: on its kind, of its size, with room in the node and devices left."""
+    pool, units = stages.pool_of[c], stages.units[c]
+    if (arrival.size >= 0 and stages.size_of[c] != arrival.size) or (a == 0 and limits.ends[0] >= 0 and pool != limits.ends[0]):
+        return False
+    room = stages.node_units[pool]
+    if arrival.pool >= 0 and (pool != arrival.pool or units >= room or arrival.taken + units > room):
+        return False
+    return _taken(pool, arrival.used, budget.strides) + units <= budget.units[pool]
 
 
-@njit(cache=True, nogil=True)
-def _kept(cut, state, used, cost, labels, number):  # type: ignore[no-untyped-def]
+@borrowing
+def _extend(a, c, arrival, stages, prices, limits, tables, budget, labels, number):  # type: ignore[no-untyped-def]
+    """Tries all stages of an option behind an arrival; returns the least cost of a chain that one of them ends, how many were tried, and
+    how many labels there are."""
+    end, pool, units, found, steps = stages.near_in.shape[1] - 1, stages.pool_of[c], stages.units[c], np.inf, 0
+    come = stages.far_in[c, a, arrival.before] if arrival.before >= 0 else (stages.near_in[c, a] if a else 0.0)
+    used, apart, in_node = arrival.used + units * budget.strides[pool], tables.groups_apart[pool], arrival.pool >= 0
+    for b in range(a + 1, min(a + stages.width[c, a], end) + 1):
+        alone = stages.times[stages.offset[c, a] + b - a - 1]
+        if alone + come > limits.longest or stages.after_s[c, b] - stages.after_s[c, a] > limits.latest:
+            break
+        steps += 1
+        if not can_hold_ends(a, b, c, stages, limits.latest, limits.ends):
+            continue
+        cost, spare = stage_cost(a, b, c, stages, prices, alone + come, arrival.spent), limits.longest - alone - come
+        taken, groups, limit = units, stages.groups[c], allowed_groups(a, b, c, stages, limits.latest, apart)
+        if in_node:
+            taken, groups, limit = taken + arrival.taken, groups + arrival.groups, min(limit, arrival.limit)
+        if cost > budget.most or (in_node and groups > limit and limit < apart):
+            continue
+        if b < end:
+            place = pool, taken, min(groups, apart), limit
+            number = _stay_in_node(b, c, cost, spare, used, place, stages, prices, tables, budget, labels, number)
+            number = _leave_node(b, c, cost, spare, used, stages, prices, tables, budget.most, labels, number)
+        elif cost + _left_over(used, budget) <= budget.most:
+            found = min(found, cost + _left_over(used, budget))
+    return found, steps, number
+
+
+@borrowing
+def _taken(pool, used, strides):  # type: ignore[no-untyped-def]
+    """Units of a pool among those used."""
+    return used // strides[pool] % (strides[pool + 1] // strides[pool])
+
+
+@borrowing
+def _left_over(used, budget):  # type: ignore[no-untyped-def]
+    """What the units cost that were not used."""
+    cost = 0.0
+    for pool in range(len(budget.units)):
+        cost += budget.prices[pool] * (budget.units[pool] - _taken(pool, used, budget.strides))
+    return cost
+
+
+@borrowing
+def _stay_in_node(b, c, cost, spare, used, place, stages, prices, tables, budget, labels, number):  # type: ignore[no-untyped-def]
+    """Keeps a label for a next stage in the same node, if that may be good enough; returns how many there are."""
+    pool, taken, groups, limit = place
+    room = stages.node_units[pool]
+    if stages.units[c] >= room or taken >= room or stages.near_out[c, b] > spare:
+        return number
+    more = cost + prices.rate[c] * stages.near_out[c, b]
+    if more + tables.near[b, pool, taken, groups, limit] > budget.most:
+        return number
+    state = tables.far.shape[1] ** 2 + _node_state(pool, taken, groups, limit, stages.max_groups + 1, budget.room)
+    return _keep(b, state, used, more, labels, number)
+
+
+@borrowing
+def _leave_node(b, c, cost, spare, used, stages, prices, tables, most, labels, number):  # type: ignore[no-untyped-def]
+    """Keeps a label for each size of a next stage elsewhere that may be good enough; returns how many there are."""
+    if tables.top[c, b] < 0 or cost + tables.behind[c, b, tables.top[c, b]] > most:
+        return number
+    own, sizes = stages.size_of[c], tables.far.shape[1]
+    for i in range(sizes):
+        e = stages.by_out[c, b, i]
+        go = stages.far_out[c, b, e]
+        if go > spare:
+            break
+        more = cost + prices.rate[c] * go
+        if more + tables.far[b, own, e] <= most:
+            number = _keep(b, own * sizes + e, used, more, labels, number)
+    return number
+
+
+@borrowing
+def _node_state(pool, taken, groups, limit, apart, room):  # type: ignore[no-untyped-def]
+    """One number for how a node is taken, where so many groups are told apart."""
+    return ((pool * room + taken) * apart + groups) * apart + limit
+
+
+@borrowing
+def _keep(cut, state, used, cost, labels, number):  # type: ignore[no-untyped-def]
     """Keeps a label, or the cheaper of two that are equal; returns how many there are."""
     key = ((cut * 1_000_003 + state) * 1_000_003 + used) * 0x9E3779B97F4A7C1
     mask = len(labels.slots) - 1

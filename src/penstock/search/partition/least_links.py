@@ -36,18 +36,18 @@ class LeastLinks:
     prices: FamilyPrices
     pool: int
     side_by_side: bool
-    grain: int
+    unit_devices: int
     """It divides the devices of all stages of the kind in a replica, and so the places where they begin."""
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
         """Nodes of the kind, one of each sort."""
-        device = self.prices.kinds[self.pool].device
-        return tuple(run.node for run in self.prices.request.estimator.cluster.runs if run.node.device == device)
+        device = self.prices.family.kinds[self.pool].device
+        return tuple(run.node for run in self.prices.family.request.estimator.cluster.runs if run.node.device == device)
 
     @property
     def _own(self) -> int:
-        return self.prices.pools[self.pool].num_devices
+        return self.prices.family.pools[self.pool].num_devices
 
     @cached_property
     def _node(self) -> int:
@@ -71,10 +71,10 @@ class LeastLinks:
     def flows(self, option: StageOption, pairs: int) -> int:
         """Messages over the network of some node of a stage at least, if so many leave it at once in every replica, all across nodes."""
         if self.side_by_side:
-            inside = min(1.0, self.prices.pools[self.pool].per_node / option.num_devices)
-            alike = min(self.prices.replicas, self._node // self._own) if self._aligned else 1
+            inside = min(1.0, self.prices.family.pools[self.pool].per_node / option.num_devices)
+            alike = min(self.prices.family.replicas, self._node // self._own) if self._aligned else 1
             return math.ceil(pairs * inside) * max(1, alike)
-        on_node = math.gcd(self.prices.replicas * self.grain, self._node) if self._uniform else 1
+        on_node = math.gcd(self.prices.family.replicas * self.unit_devices, self._node) if self._uniform else 1
         return on_node * max(1, pairs // option.num_devices)
 
     def near(self) -> Link:
@@ -90,56 +90,56 @@ class LeastLinks:
             latency_s, per_byte_s = _across((self.nodes, links.nodes), lanes)
         elif self.side_by_side:
             # A stage that lies partly in a node sends something across, but not all.
-            whole = self._aligned or pairs <= self.prices.pools[self.pool].per_node
+            whole = self._aligned or pairs <= self.prices.family.pools[self.pool].per_node
             latency_s, per_byte_s = _across((self.nodes,), lanes if whole else 1)
         else:
             latency_s, per_byte_s = _across((self.nodes,), self.flows(option, 1))
-            if option.num_devices < self._node and self.prices.replicas < self._node:
+            if option.num_devices < self._node and self.prices.family.replicas < self._node:
                 latency_s, per_byte_s = min(latency_s, self.near()[0]), min(per_byte_s, self.near()[1])
         return latency_s, per_byte_s * wider
 
     def average_after_s(self, option: StageOption) -> Floats:
         """[O] what each distinct op adds to what follows the last micro-batch, on average over the devices or nodes of its pool."""
-        after_s = self.prices.op_after_s(option) * option.num_devices / self._own
+        after_s = self.prices.updates.op_after_s(option) * option.num_devices / self._own
         if (on := self._nodes_of_a_stage()) <= 1:
             return np.asarray(after_s)
         # A replica of no more than a node has a part of each stage on every node that it fills.
-        each = math.ceil(self.prices.replicas * self._own / self._node)
+        each = math.ceil(self.prices.family.replicas * self._own / self._node)
         share = 1.0 if self._own <= self._node else on * max(1.0, option.num_devices / self._node) / each
         return np.maximum(after_s, self._over_node_s(option, on) * share)
 
-    def whole_after_s(self, option: StageOption) -> Floats:
+    def stage_after_s(self, option: StageOption) -> Floats:
         """[O] what each distinct op adds to what a stage that has it does after the last micro-batch."""
-        after_s, on = self.prices.op_after_s(option), self._nodes_of_a_stage()
+        after_s, on = self.prices.updates.op_after_s(option), self._nodes_of_a_stage()
         return np.maximum(after_s, self._over_node_s(option, on)) if on > 1 else np.asarray(after_s)
 
     def group_after_s(self, option: StageOption) -> Floats:
         """[O] what each distinct op adds to the time in which one of the groups that hold equal weights of a stage sums its gradients, if
         it is alone on the networks of the stage's nodes; of several, each takes as many times as long."""
         on = self._nodes_of_a_stage()
-        return self._over_node_s(option, on) / option.tp if on > 1 else np.zeros_like(self.prices.op_weights(option))
+        return self._over_node_s(option, on) / option.tp if on > 1 else np.zeros_like(self.prices.tables.weights(option))
 
-    def again_s(self, option: StageOption) -> tuple[float, float]:
-        """What a weight that another stage has as well adds to `whole_after_s` and to `group_after_s` of a stage that has it."""
-        weights, shared_bytes = self.prices.op_weights(option), max(self.prices.shared[1], 0.0)
+    def tied_copy_s(self, option: StageOption) -> tuple[float, float]:
+        """What a weight that another stage has as well adds to `stage_after_s` and to `group_after_s` of a stage that has it."""
+        weights, shared_bytes = self.prices.tables.weights(option), max(self.prices.tables.tied[1], 0.0)
         largest = int(weights.argmax())
-        times = shared_bytes / self.prices.sent_bytes[1] / option.tp / weights[largest]  # all of it grows with the weights
-        return float(times * self.whole_after_s(option)[largest]), float(times * self.group_after_s(option)[largest])
+        times = shared_bytes / self.prices.tables.sent_bytes[1] / option.tp / weights[largest]  # all of it grows with the weights
+        return float(times * self.stage_after_s(option)[largest]), float(times * self.group_after_s(option)[largest])
 
     def _nodes_of_a_stage(self) -> int:
         """Nodes over whose networks every stage of the kind sums gradients at least; 0 where that is not known."""
         if not self.side_by_side:
             return 0
         if self._own >= self._node:
-            return self.prices.replicas
-        nodes = self.prices.replicas * self._own / self._node
+            return self.prices.family.replicas
+        nodes = self.prices.family.replicas * self._own / self._node
         return (math.ceil(nodes) if self._aligned else math.floor(nodes)) if self._uniform else 0
 
     def _over_node_s(self, option: StageOption, on: int) -> Floats:
         """[O] what each distinct op sends over the network of each node of its stage, on so many nodes."""
-        weight, gradient = self.prices.sent_bytes
+        weight, gradient = self.prices.tables.sent_bytes
         sent_s = (1 - 1 / on) * (weight + gradient) / max(node.inter.bandwidth_bytes_per_s for node in self.nodes)
-        return np.asarray(self.prices.op_weights(option) * option.tp * sent_s)
+        return np.asarray(self.prices.tables.weights(option) * option.tp * sent_s)
 
     def shared_s(self, option: StageOption, others: Iterable[LeastLinks], size_bytes: float) -> float:
         """Time to sum the gradient of a weight with a stage of another kind."""

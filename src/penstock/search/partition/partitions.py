@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from penstock.search.bounds.by_ops import Bound, family_bound, promise_s, subspace_bound
 from penstock.search.choice import FORMULA_OFF
@@ -19,22 +20,40 @@ __all__ = ["Partitions"]
 _CAPS = (1.3, 3.0, math.inf)
 """Search below 1.3×, 3×, ∞ times the best promise in turn; a tight cap keeps the stage tables small."""
 
+# Plans that are looked for by the clock: each family costs another search.
+_CLOCKED = 12
+"""The fastest plans that are timed to see how much of their messages is hidden, and the most families that are then solved again."""
+_HIDDEN = 0.02
+"""Share of the time by which formula and clock must differ for that: below, both prefer the same plans."""
 
-_NEAR = 0.1
-"""Families of several kinds are annealed only where more than this might be gained."""
-_BY_CLOCK, _HIDDEN = 12, 0.02
-"""Plans that are timed to see how much of messages is hidden, and families that are solved for the clock where it is more than this."""
-_PAID = 0.04
-"""Over several kinds, whose stages are bounded with their neighbours already, devices are paid for only where that bound is so near."""
-_LOOKED, _LOOKED_OF_ONE = 350_000_000, 45_000_000
-"""Stages that the bounds of all subspaces of several kinds look at, one stage often several times; and of each, where there are few."""
-_AIM, _QUICK = 0.098, 0.5
-"""Bounds over several kinds come this near to the best plan first: boxes of slower plans are left out, which is quicker the fewer plans
-are left. Nearer ones are tried where that took no more than this share of the stages."""
+# Annealing over several kinds of devices, where the best plan by formula may be far from the best.
+_ANNEAL_GAIN = 0.1
+"""A family is annealed if its bound lies further than this share below the best plan: little can be gained in others."""
 
-_ANNEALED = ((1.15, 6, 50_000, 2), (1.1, 1, 150_000, 8))
-"""How many families of several kinds are annealed, in how many steps from how many ways to begin: first roughly, then the best of them.
-Only those count that take at most so many times as long as the best plan: no more was ever seen to be gained in that many steps."""
+
+class _AnnealingRound(NamedTuple):
+    """How much work goes into annealing, for how many families."""
+
+    most_times_best: float
+    """Families whose first look takes longer than this many times the best plan are left out: no more was seen to be gained in a round."""
+    families: int
+    steps: int
+    starts: int
+
+
+_ANNEALING = (_AnnealingRound(1.15, 6, 50_000, 2), _AnnealingRound(1.1, 1, 150_000, 8))
+"""A rough round over several families, then a thorough one in the best of them."""
+
+# The proof over several kinds of devices: how much time it may take, in stages looked at, which are the same on every machine.
+_MOST_STAGES, _MOST_STAGES_OF_SUBSPACE = 350_000_000, 45_000_000
+"""Stages that all bounds together look at, and each where there are few subspaces. More take longer and narrow the gap."""
+_FIRST_GAP = 0.098
+"""The gap aimed at first. It is proven quickly, as most plans are then too slow to matter, where the limited proof of a narrow one might
+end with a wider gap."""
+_FIRST_SHARE = 0.5
+"""A narrower gap is tried where the first took less than this share of the stages."""
+_PRICED_GAP = 0.04
+"""Subspaces with a gap below this are bounded once more with prices of devices, which says more than neighbours only there."""
 
 
 class Partitions:
@@ -77,16 +96,16 @@ class Partitions:
 
     def anneal(self, progress: Progress) -> None:
         """Pipelines over several kinds, annealed in the families in which a first look promises most."""
-        worth_s = progress.best_s / (1 + _NEAR)
+        worth_s = progress.best_s / (1 + _ANNEAL_GAIN)
         mixed = [family for bound_s, family in self._ranked if bound_s < worth_s and family.mixed and family.subspaces]
         annealings = [AnnealedPipelines(family) for family in mixed if not family.subspaces[0].divided]
         progress.tell("annealing")
         looked = [(annealing.looked[0][0].time_s, annealing) for annealing in annealings if not progress.out_of_time() and annealing.looked]
-        for hopeful, families, steps, begun in _ANNEALED:
-            found, hope_s = [], hopeful * progress.best_s
-            for _, annealing in sorted((entry for entry in looked if entry[0] < hope_s), key=lambda entry: entry[0])[:families]:
+        for level in _ANNEALING:
+            found, most_s = [], level.most_times_best * progress.best_s
+            for _, annealing in sorted((entry for entry in looked if entry[0] < most_s), key=lambda entry: entry[0])[: level.families]:
                 progress.tell(f"annealing: {annealing.family}")
-                choice = None if progress.out_of_time() else annealing.best(steps, begun)
+                choice = None if progress.out_of_time() else annealing.best(level.steps, level.starts)
                 progress.add(choice)
                 found += [(choice.estimate.formula_s, annealing)] if choice is not None else []
             looked = found
@@ -97,13 +116,13 @@ class Partitions:
         How far the two are apart for the plans at hand says how much slower by formula the best by the clock may be; where messages
         take next to nothing they agree, and nothing is looked for.
         """
-        timed = [(choice.estimate.formula_s, choice.clocked().estimate.time_s) for choice in progress.fastest(_BY_CLOCK)]
+        timed = [(choice.estimate.formula_s, choice.clocked().estimate.time_s) for choice in progress.fastest(_CLOCKED)]
         hidden = max((formula_s / time_s - 1 for formula_s, time_s in timed), default=0.0)
         if hidden < _HIDDEN:
             return
         best_s, limit_s = min(time_s for _, time_s in timed), progress.best_s * (1 + 2 * hidden)
         hopeful = [family for bound_s, family in self._ranked if bound_s < best_s and len(family.pools) == 1 and family.count > 1]
-        for family in hopeful[:_BY_CLOCK]:
+        for family in hopeful[:_CLOCKED]:
             progress.tell(f"by the clock: {family}")
             choice = None if progress.out_of_time() else best_pipeline(family, limit_s)
             progress.clocked += [choice.clocked()] if choice is not None else []
@@ -120,7 +139,7 @@ class Partitions:
         self._prove_several_kinds(progress, weak)
         # Over several kinds neighbours say more than devices that are paid for, unless both are near.
         lines = zip(weak, self._lines, strict=True)
-        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _PAID) for (_, family, _), line in lines]
+        tried = [len(family.pools) == 1 or line.bound_s > best_s / (1 + _PRICED_GAP) for (_, family, _), line in lines]
         enough_s = min([progress.enough_s, *(line.bound_s for line, is_tried in zip(self._lines, tried, strict=True) if not is_tried)])
         for index, (_, family, subspace) in enumerate(weak):
             bound_s = self._lines[index].bound_s
@@ -137,9 +156,9 @@ class Partitions:
     def _prove_several_kinds(self, progress: Progress, weak: Sequence[tuple[Bound, PlanFamily, Subspace]]) -> None:
         """Bounds subspaces of several kinds with their neighbours, always the weakest of all."""
         several = [index for index, (_, family, _) in enumerate(weak) if len(family.pools) > 1]
-        most, good_s = min(_LOOKED, _LOOKED_OF_ONE * len(several)), progress.enough_s
-        looked = self._sharpened(progress, weak, several, min(good_s, progress.best_s / (1 + _AIM)), most)
-        if looked < _QUICK * most and self.bound() < good_s:
+        most, good_s = min(_MOST_STAGES, _MOST_STAGES_OF_SUBSPACE * len(several)), progress.enough_s
+        looked = self._sharpened(progress, weak, several, min(good_s, progress.best_s / (1 + _FIRST_GAP)), most)
+        if looked < _FIRST_SHARE * most and self.bound() < good_s:
             self._sharpened(progress, weak, several, good_s, most)
 
     def _sharpened(

@@ -93,7 +93,7 @@ def _depths(subspace: Subspace, schedule: str) -> list[int]:
 
 def _best_of_subspace(family: PlanFamily, subspace: Subspace, schedule: str, known_s: float) -> Choice | None:
     """The fastest plan of a subspace under one schedule, if its pipeline leaves enough of `known_s` for what follows it."""
-    left_s = known_s - family.prices.least_after_s(subspace.options)
+    left_s = known_s - family.prices.updates.least_after_s(subspace.options)
 
     def solve(share: float) -> Choice | None:
         if len(family.pools) > 1 and subspace.max_stages > 1:
@@ -108,7 +108,7 @@ def _best_within(family: PlanFamily, subspace: Subspace, schedule: str, share: f
     """The best of several plans over several kinds of devices, each with less to do after the last micro-batch than the one before."""
     after, best, limit_s = StageAfter(family.prices), None, np.inf
     for _ in range(_ROUNDS):
-        found = _stages(family, subspace, schedule, share, known_s - family.prices.least_after_s(subspace.options), limit_s)
+        found = _stages(family, subspace, schedule, share, known_s - family.prices.updates.least_after_s(subspace.options), limit_s)
         if found is None:
             break
         pipeline_s, after_s = _pipeline_s(family, found[1]), after.longest(*found)
@@ -130,7 +130,7 @@ def _pipeline_s(family: PlanFamily, chosen: Sequence[StageChoice]) -> float:
 
 def _least_s(family: PlanFamily, space: StageSpace, chosen: Sequence[StageChoice]) -> float:
     """What a plan of these stages takes at least, with what follows its last micro-batch."""
-    after = [family.prices.after_s(space.costs[stage.option].option)[stage.first : stage.last] for stage in chosen]
+    after = [family.prices.updates.after_s(space.costs[stage.option].option)[stage.first : stage.last] for stage in chosen]
     return _pipeline_s(family, chosen) + max(float(times.sum()) for times in after)
 
 
@@ -174,7 +174,7 @@ def _messages(family: PlanFamily, space: StageSpace, given: Sequence[StageChoice
     """What each stage waits for at each cut. Between kinds of devices, and stages of unequal size, that depends on both neighbours."""
     options, nothing = [space.costs[stage.option].option for stage in given], np.zeros(len(space.cuts))
     neighbours = zip(options, options[1:], crossing(space, given), strict=False)
-    cuts = [family.prices.messages_between(before, after, across) for before, after, across in neighbours]
+    cuts = [family.prices.messages.between_s(before, after, across) for before, after, across in neighbours]
     there, back = ([times[space.cuts] for times in column] for column in zip(*cuts, strict=True)) if cuts else ([], [])
     return list(zip([nothing, *there], [*back, nothing], strict=True))
 

@@ -48,13 +48,13 @@ class Priced:
         if len(family.pools) > 1 and (weights := np.array(subspace_bound(family, subspace, known_s).weights[:-1])).max(initial=0.0) > 0:
             direction = weights / weights.max()
         taken = np.array([option.num_devices for option in subspace.options], float)
-        after = np.stack([family.prices.after_s(option) for option in subspace.options]) * (taken / family.num_devices)[:, None]
+        after = np.stack([family.prices.updates.after_s(option) for option in subspace.options]) * (taken / family.num_devices)[:, None]
         prefix = np.concatenate([np.zeros((len(taken), 1)), np.cumsum(after, axis=1)], axis=1)[:, space.cuts]
         self._family, self._space, self._known_s = family, space, known_s
         self._devices = taken * direction[[option.pool for option in subspace.options]]
         self._size = float(np.array([pool.num_devices for pool in family.pools], float) @ direction)
         self._after, self._besides = float(after.sum(axis=1).max()), prefix - space.hidden_fill_s
-        self._edges = np.array([family.prices.edges(option) for option in subspace.options])
+        self._edges = np.array([family.prices.messages.edges(option) for option in subspace.options])
         shape = (space.times.shape[0] + 1, len(space.cuts))
         self._best, self._option, self._cut = np.zeros(shape), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         self._values, self._used = np.full(shape[0], np.inf), np.zeros(shape[0])

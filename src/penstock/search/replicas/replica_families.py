@@ -90,7 +90,7 @@ class ReplicaFamily:
     @property
     def samples(self) -> int:
         """Samples of a micro-batch."""
-        return self.prices.samples
+        return self.prices.family.samples
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -124,10 +124,10 @@ class ReplicaFamily:
     def paces(self) -> tuple[tuple[float, float], ...]:
         """(first, more) of each class at least: stages of equal work, no messages, nothing recomputed."""
         found, of_kind = [], {kind: self._option(kind) for kind in self.layout.kinds}
-        each = {kind: self.prices.times(option)[1] for kind, option in of_kind.items()}
+        each = {kind: self.prices.passes.times(option)[1] for kind, option in of_kind.items()}
         for own in self.layout.classes:
             times = np.stack([each[kind] for kind in own.options])
-            filling = np.stack([self.prices.filling(of_kind[kind]) for kind in set(own.options)])
+            filling = np.stack([self.prices.passes.filling(of_kind[kind]) for kind in set(own.options)])
             speed = 1 / times.sum(axis=1)
             # An op counts on each stage by that stage's part of the speed of all, so that no way to place ops is below this.
             slowest = max(float((times * (speed / speed.sum())[:, None]).min(axis=0).sum()), float(times.min(axis=0).max()))
@@ -216,7 +216,7 @@ class ReplicaFamily:
 
         Under a zero-bubble schedule nothing is recomputed, all stages hold as many micro-batches, and not all of a stage counts in the sum.
         """
-        prices, pools = self.prices, self.prices.pools
+        prices, pools = self.prices, self.prices.family.pools
         costs = [prices.costs(self._option(kind)) for kind in self.layout.kinds]
         if recompute != "needed":  # a bound is for any schedule
             costs = [prices.hiding(own) for own in costs]

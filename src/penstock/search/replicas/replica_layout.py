@@ -16,8 +16,8 @@ from penstock.plans.plan import Degrees, Stage
 from penstock.plans.ranks import Replica
 from penstock.search.replicas.common_cuts import Afterwards, ReplicaClass
 from penstock.search.space.device_kinds import Kind
-from penstock.search.space.prices import step_s_per_weight
 from penstock.search.space.request import Request
+from penstock.search.space.update_prices import step_s_per_weight
 from penstock.timing.messages import gradient_sharing
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock.errors import plural
 from penstock.plans.ranks import stage_ranks
+from penstock.schedules.rules import SCHEDULES
 from penstock.search.space.device_kinds import Kind, kinds_of
 from penstock.search.space.prices import FamilyPrices
 from penstock.search.space.request import Request, micro_batch_sizes
@@ -83,17 +84,28 @@ class PlanFamily:
     def __str__(self) -> str:
         return f"{plural(self.replicas, 'replica')}, micro-batches of {self.samples}"
 
-    @property
+    @cached_property
     def count(self) -> int:
-        """Micro-batches of a replica."""
-        return self.prices.count
+        """Micro-batches of a replica, up to where its pipeline is drained: of all global batches of a `window`."""
+        return self.window * self._of_batch
+
+    @property
+    def _of_batch(self) -> int:
+        """Micro-batches of a replica in one global batch."""
+        return self.request.frame.global_batch // self.replicas // self.samples
+
+    @cached_property
+    def window(self) -> int:
+        """Global batches that asynchronous plans run without a break. Times are then shares of each, so that those of all micro-batches
+        make the time of one global batch."""
+        return max((SCHEDULES[name].window(self.num_devices, self._of_batch) for name in self.request.schedules), default=1)
 
     @cached_property
     def pools(self) -> tuple[DevicePool, ...]:
         """What one replica has of each kind."""
         return tuple(kind.pool(self.replicas, self.request.memory_limit_bytes) for kind in self.kinds)
 
-    @property
+    @cached_property
     def num_devices(self) -> int:
         """Devices of one replica."""
         return sum(pool.num_devices for pool in self.pools)
@@ -106,7 +118,7 @@ class PlanFamily:
     @cached_property
     def prices(self) -> FamilyPrices:
         """What the options cost."""
-        return FamilyPrices(self.request, self.kinds, self.pools, self.replicas, self.samples)
+        return FamilyPrices(self)
 
     @cached_property
     def options(self) -> tuple[StageOption, ...]:
@@ -156,14 +168,15 @@ class PlanFamily:
         """With or without sequence parallelism, or both: it never holds more, so that it stands alone where it is not slower, and is of
         no use where it is slower and everything fits."""
         prices = self.prices
-        if not np.isfinite(prices.op_times(option)[1]).all():
+        if not np.isfinite(prices.passes.op_times(option)[1]).all():
             return ()
-        rows = prices.leanest(option)
-        if rows == option or prices.copies @ prices.op_times(rows)[1] <= prices.copies @ prices.op_times(option)[1]:
+        rows = prices.tables.leanest(option)
+        copies = prices.tables.copies
+        if rows == option or copies @ prices.passes.op_times(rows)[1] <= copies @ prices.passes.op_times(option)[1]:
             return (rows,)
         depth = max(self.pools[option.pool].num_devices // option.num_devices, 1)
-        state, kept, _ = prices.op_memory(option)
-        return (option, rows) if prices.copies @ (state + min(depth, self.count) * kept.sum(axis=1)) > depth else (option,)
+        state, kept, _ = prices.memory.op_shares(option)
+        return (option, rows) if copies @ (state + min(depth, self.count) * kept.sum(axis=1)) > depth else (option,)
 
     def ranks(self, option: StageOption, start: int, together: bool) -> tuple[tuple[int, ...], ...]:
         """The ranks of a stage in every replica; `together` puts its replicas, otherwise all stages of a replica, side by side."""

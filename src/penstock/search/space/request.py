@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.costs.sources import open_costs
 from penstock.errors import InputError, plural
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from penstock.models.ops import Model
 
 __all__ = ["Request", "frame_of", "micro_batch_sizes", "resolved"]
+
+Answer = TypeVar("Answer")
 
 _MAX_DEVICES = 100_000
 """Plans name every rank, and a search makes many plans."""
@@ -94,9 +96,15 @@ class Request:
         return Recovery.of(self.model), Recovery.of(self.estimator.model_under(self.estimator.divides_tokens))
 
     @cached_property
-    def common(self) -> dict[tuple[Any, ...], Any]:
-        """What families of plans have in common, such as the passes of ops at one shape: each is worked out once."""
+    def _common(self) -> dict[tuple[Any, ...], Any]:
         return {}
+
+    def once(self, name: str, key: tuple[Any, ...], make: Callable[[], Answer]) -> Answer:
+        """What `make` returns, worked out once for all families of plans, such as the passes of ops at one shape."""
+        if (name, *key) not in self._common:
+            self._common[name, *key] = make()
+        found: Answer = self._common[name, *key]
+        return found
 
     @cached_property
     def carried(self) -> tuple[Quantity, ...]:

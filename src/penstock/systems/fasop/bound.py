@@ -25,19 +25,22 @@ MOST_STATES = 400
 MOST_WORK = 19_000_000
 """Steps of the programme, over all boxes, after which the bound is taken as it is: the same everywhere, unlike seconds."""
 _ANY_WORK = 2**62
-_GOOD = 0.99
-"""Where so much of the known time is certain, half the work is enough."""
+_NEARLY_PROVEN = 0.99
+"""Where the bound is at least this share of the known time, half of `MOST_WORK` is enough."""
 _WORK_OF_A_BOX = 4_000
 """What it takes to set up a box, in the same steps."""
 _FLOORS = (0.3, 0.5, 0.7)
-"""Shares of the known time that are asked for before: where much less than it is certain, this is."""
+"""Shares of the known time that are tried as a bound first: little work, and certain even where `MOST_WORK` does not suffice for more."""
 _START, _LEAP = 0.88, 0.4
-"""Boxes are first asked for so much of the known time, and then for so much of what is missing: the less is asked, the less work it is."""
+"""Boxes are bounded only up to a limit, since less work is needed the lower it is: at first this share of the known time, then the bound so
+far and this share of what is missing."""
+_RESOLUTION = 0.003
+"""Share of the known time by which the limit rises at least."""
 _LABELS = 2
 """Ways to a form and a state that are told apart; more of them make the bound hardly larger."""
-_RESOLUTION = 0.003
 _THETA_RESOLUTION = 0.006
 _TIED_RESOLUTION = 0.002
+"""Shares of the known time: a box is not divided where its longest paths, or the tied embeddings of its last stages, differ by less."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +105,7 @@ def lower_bound_s(problem: FasopProblem, sizes: Sequence[tuple[list[Option], Cas
             number, work = number + 1, work + done
             heapq.heappush(heap, (max(found_s, floor_s), number, narrow and found_s < floor_s + step_s / 2, part))
         floor_s, _, final, box = heapq.heappop(heap)
-        if final or floor_s >= known_s or work > (MOST_WORK // 2 if floor_s >= _GOOD * known_s else MOST_WORK):
+        if final or floor_s >= known_s or work > (MOST_WORK // 2 if floor_s >= _NEARLY_PROVEN * known_s else MOST_WORK):
             return min(floor_s, known_s)
         parts = box.halves(known_s)
         narrow = not parts

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
+from penstock.costs.table import Floats
+from penstock.kernels import borrowing
 from penstock.systems.fasop.forms import Steps
 from penstock.systems.fasop.rules import Case
 
@@ -40,30 +45,59 @@ def ahead(case, steps, first, longest, value, after):  # type: ignore[no-untyped
                         after[j, v] = min(after[j, v], time + after[i, u])
 
 
-@njit(cache=True, nogil=True)
-def _keep(totals, pairs, row, num, total, pair):  # type: ignore[no-untyped-def]
-    """Adds a label to a row unless another is nowhere worse; where there is no room, the nearest takes the better of both.
+class _Labels(NamedTuple):
+    """Rows of ways to go on, as many as `num` says; none is at least as good as another in both."""
 
-    Returns the number of labels. Whole arrays and a row instead of views: counting references to views takes longer than the rest.
-    """
-    n = 0
-    while n < num:
-        if totals[row, n] <= total and pairs[row, n] <= pair:
-            return num
-        if total <= totals[row, n] and pair <= pairs[row, n]:
-            num -= 1
-            totals[row, n], pairs[row, n] = totals[row, num], pairs[row, num]
-        else:
-            n += 1
-    if num < totals.shape[1]:
-        totals[row, num], pairs[row, num] = total, pair
-        return num + 1
-    near = 0
-    for n in range(1, num):
-        if abs(pairs[row, n] - pair) < abs(pairs[row, near] - pair):
-            near = n
-    totals[row, near], pairs[row, near] = min(totals[row, near], total), min(pairs[row, near], pair)
-    return num
+    totals: Floats
+    """[rows, labels] the sum of all stages and hops."""
+    pairs: Floats
+    """[rows, labels] the time of the stage that begins there, with the hop to the one before it where that is known."""
+    num: NDArray[np.int64]
+    """[rows]"""
+
+
+class _Box(NamedTuple):
+    """The plans that are bounded, see `bound`."""
+
+    last: NDArray[np.bool_]
+    first: Floats
+    tied: float
+    theta: float
+    start_at: float
+    known: float
+
+
+class _Workspace(NamedTuple):
+    """What `bound` works in."""
+
+    kept: _Labels
+    """By (turn of two, layer, state, form) where pipelines begin, without the layers before."""
+    near: _Labels
+    """By form: behind a stage of the form."""
+    ways: _Labels
+    """By base: runs of one stage and of several are alike to stages on other nodes."""
+    some: NDArray[np.bool_]
+    """[2, layers + 1, states] whether there are any in `kept`."""
+    front: Floats
+    front_after: Floats
+    """[layers + 1, states] of `ahead`."""
+
+
+class _Turns(NamedTuple):
+    """Of a stage with so many behind it: what is left after micro-batch 0, in times of these stages."""
+
+    held: int
+    """Micro-batches whose activations it holds."""
+    alone: float
+    """Times that it works itself."""
+    twos: int
+    after_twos: float
+    """Turns around it and the stage behind it, and times that it works afterwards."""
+    turns: int
+    after_turns: int
+    """Turns around all stages behind it, and times that it works afterwards."""
+    before_turn: int
+    """Times that it works before the last turn."""
 
 
 @njit(cache=True, nogil=True)
@@ -86,99 +120,173 @@ def bound(case, steps, last, first, tied, theta, start_at, known, most_work, tot
     front, front_after = np.empty((num_layers + 1, num_states)), np.empty((num_layers + 1, num_states))
     ahead(case, steps, first, longest, front, front_after)
     num_labels = totals.shape[1]
-    near_totals, near_pairs = np.empty((num_forms, num_labels)), np.empty((num_forms, num_labels))
-    near = np.zeros(num_forms, np.int64)
-    way_totals, way_pairs = np.empty((len(last), num_labels)), np.empty((len(last), num_labels))
-    ways = np.zeros(len(last), np.int64)
+    near = _Labels(np.empty((num_forms, num_labels)), np.empty((num_forms, num_labels)), np.zeros(num_forms, np.int64))
+    ways = _Labels(np.empty((len(last), num_labels)), np.empty((len(last), num_labels)), np.zeros(len(last), np.int64))
     some = np.zeros((2, num_layers + 1, num_states), np.bool_)
-    some[0, num_layers, 0] = True
-    answer, work = known, num_layers * num_states
+    space = _Workspace(_Labels(totals, pairs, count), near, ways, some, front, front_after)
+    return _bound(case, steps, _Box(last, first, tied, theta, start_at, known), space, most_work)
+
+
+@borrowing
+def _bound(case, steps, box, space, most_work):  # type: ignore[no-untyped-def]
+    """`bound`, with room to work in: stages are put before those of the last round, which have one less behind them."""
+    _, num_layers, num_states = space.some.shape
+    num_layers -= 1
+    space.some[0, num_layers, 0] = True
+    answer, work = box.known, num_layers * num_states
     for k in range(num_layers):
-        now, new = k % 2, (k + 1) % 2
-        going, held = False, min(k + 1, m)
-        after = (2 * (m - 1) + max(0, m - 1 - k)) / 3
-        turns, before_turn, twos = (m - 1) // (k + 1), m - 2 - k, max(0, m - k) // 2 if k > 0 else 0
-        after_turns, after_twos = m - 1 - turns * (k + 1), 2 * (m - 1 - 2 * twos) / 3
+        turns, going = _turns(k, case.num_micro_batches), False
         for j in range(num_layers, 0, -1):
             for u in range(num_states):
-                if not some[now, j, u]:
+                if not space.some[k % 2, j, u]:
                     continue
-                some[now, j, u] = False
-                near[:] = 0
-                if k == 0:
-                    for x in range(len(last)):
-                        if last[x]:
-                            near[x] = 1
-                            near_totals[x, 0] = near_pairs[x, 0] = 0.0
-                else:
-                    ways[:] = 0
-                    here = ((now * (num_layers + 1) + j) * num_states + u) * num_forms
-                    slack = known - start_at - front_after[j, num_states - 1 - u]
-                    for y in range(num_forms):
-                        x, row = steps.base[y], here + y
-                        for n in range(count[row]):
-                            total, pair, useful = totals[row, n], pairs[row, n], True
-                            for o in range(count[here + x] if y != x else 0):  # a run of one stage leaves more room
-                                useful = useful and (totals[here + x, o] > total or pairs[here + x, o] > pair)
-                            if useful:
-                                work += 1 + steps.begin[y + 1] - steps.begin[y]
-                                ways[x] = _keep(way_totals, way_pairs, x, ways[x], total, pair)
-                                for e in range(steps.begin[y], steps.begin[y + 1]):
-                                    z, hop = steps.target[e], steps.hop[e]
-                                    if total + hop - steps.half[steps.base[z]] < slack:
-                                        near[z] = _keep(near_totals, near_pairs, z, near[z], total + hop, pair + hop)
-                    for y in range(len(ways)):
-                        for n in range(ways[y]):
-                            work += len(ways)
-                            for x in range(len(ways)):
-                                total, pair = way_totals[y, n] + steps.far[y, x], way_pairs[y, n] + steps.far[y, x]
-                                if total - steps.half[x] < slack:
-                                    near[x] = _keep(near_totals, near_pairs, x, near[x], total, pair)
-                for z in range(num_forms):
-                    x = steps.base[z]
-                    if near[z] == 0 or not steps.room[x, u]:
-                        continue
-                    c, state = steps.option[x], u + steps.shift[x]
-                    left = num_states - 1 - state
-                    reduce = 2 * (case.dp[c] - 1) / case.dp[c] / steps.ring[x]
-                    for n in range(near[z]):
-                        behind, pair = near_totals[z, n], near_pairs[z, n]
-                        for i in range(j - 1, -1, -1):
-                            work += 1
-                            time = case.times[c, j] - case.times[c, i]
-                            total = behind + time
-                            tail = max(after * time, twos * (time + pair) + after_twos * time)
-                            if turns > 0:
-                                some_turns = max(before_turn * time, before_turn // 2 * (time + pair) + before_turn % 2 * time)
-                                tail = max(tail, total + some_turns, turns * total + after_turns * time)
-                            path = max(start_at, tail)
-                            if tail > theta or total + path >= known or m * time >= known:
-                                break
-                            if case.fixed[c, j] - case.fixed[c, i] + held * (case.flight[c, j] - case.flight[c, i]) > case.capacity[c]:
-                                break
-                            if case.inside[j] > case.inside[i + 1]:
-                                if k > 0 or j < num_layers:
-                                    break
-                                if i > 0:
-                                    continue
-                            if i == 0:
-                                answer = min(answer, first[x, j] + max(total + path, m * time))
-                                continue
-                            if steps.half[x] + front_after[i, left] + max(total + path, m * time) >= known:
-                                continue
-                            gradients = reduce * (case.gradient_bits[j] - case.gradient_bits[i]) + tied
-                            if front[i, left] / 3 + gradients + max(m * time, total + tail) < known:
-                                row = ((new * (num_layers + 1) + i) * num_states + state) * num_forms
-                                if not some[new, i, state]:
-                                    some[new, i, state] = True
-                                    count[row : row + num_forms] = 0
-                                count[row + z] = _keep(totals, pairs, row + z, count[row + z], total, time)
-                                going = True
+                space.some[k % 2, j, u] = False
+                work += _gather_near(k, j, u, steps, box, space)
+                for z in range(len(steps.base)):
+                    if space.near.num[z] > 0 and steps.room[steps.base[z], u]:
+                        least, more, kept = _put_before(k, j, u, z, case, steps, box, turns, space)
+                        answer, work, going = min(answer, least), work + more, going or kept
         if not going:
             break
         if work > most_work:
             return 0.0, work
     return answer, work
+
+
+@borrowing
+def _turns(k, m):  # type: ignore[no-untyped-def]
+    """Of a stage with k stages behind it, of m micro-batches."""
+    turns, twos = (m - 1) // (k + 1), max(0, m - k) // 2 if k > 0 else 0
+    alone, after_twos = (2 * (m - 1) + max(0, m - 1 - k)) / 3, 2 * (m - 1 - 2 * twos) / 3
+    return _Turns(min(k + 1, m), alone, twos, after_twos, turns, m - 1 - turns * (k + 1), m - 2 - k)
+
+
+@borrowing
+def _path_s(time, pair, total, turns):  # type: ignore[no-untyped-def]
+    """The longest path beside the sum through a stage: around it alone, around it and the stage behind, or around all behind."""
+    path = max(turns.alone * time, turns.twos * (time + pair) + turns.after_twos * time)
+    if turns.turns > 0:
+        before = max(turns.before_turn * time, turns.before_turn // 2 * (time + pair) + turns.before_turn % 2 * time)
+        path = max(path, total + before, turns.turns * total + turns.after_turns * time)
+    return path
+
+
+@borrowing
+def _gather_near(k, j, u, steps, box, space):  # type: ignore[no-untyped-def]
+    """Fills `near` with what may be behind a stage that ends before layer j, all behind having taken state u; returns the work."""
+    near, ways = space.near, space.ways
+    near.num[:] = 0
+    if k == 0:
+        for x in range(len(box.last)):
+            if box.last[x]:
+                near.num[x], near.totals[x, 0], near.pairs[x, 0] = 1, 0.0, 0.0
+        return 0
+    ways.num[:] = 0
+    here = _row(k % 2, j, u, steps, space)
+    slack = box.known - box.start_at - space.front_after[j, space.some.shape[2] - 1 - u]
+    work = 0
+    for y in range(len(steps.base)):
+        for n in range(space.kept.num[here + y]):
+            total, pair = space.kept.totals[here + y, n], space.kept.pairs[here + y, n]
+            if _is_useful(y, total, pair, here, steps, space.kept):
+                work += 1 + steps.begin[y + 1] - steps.begin[y]
+                _keep(ways, steps.base[y], total, pair)
+                for e in range(steps.begin[y], steps.begin[y + 1]):
+                    z, hop = steps.target[e], steps.hop[e]
+                    if total + hop - steps.half[steps.base[z]] < slack:
+                        _keep(near, z, total + hop, pair + hop)
+    for y in range(len(ways.num)):
+        for n in range(ways.num[y]):
+            work += len(ways.num)
+            for x in range(len(ways.num)):
+                total, pair = ways.totals[y, n] + steps.far[y, x], ways.pairs[y, n] + steps.far[y, x]
+                if total - steps.half[x] < slack:
+                    _keep(near, x, total, pair)
+    return work
+
+
+@borrowing
+def _row(side, layer, state, steps, space):  # type: ignore[no-untyped-def]
+    """Where the rows of `kept` begin that hold the forms at a layer and state."""
+    _, layers, states = space.some.shape
+    return ((side * layers + layer) * states + state) * len(steps.base)
+
+
+@borrowing
+def _is_useful(y, total, pair, here, steps, kept):  # type: ignore[no-untyped-def]
+    """Whether a run of several stages beats all runs of one, which leave more room."""
+    x = steps.base[y]
+    useful = True
+    for o in range(kept.num[here + x] if y != x else 0):
+        useful = useful and (kept.totals[here + x, o] > total or kept.pairs[here + x, o] > pair)
+    return useful
+
+
+@borrowing
+def _put_before(k, j, u, z, case, steps, box, turns, space):  # type: ignore[no-untyped-def]
+    """Puts stages of a form, of the layers up to j, before what `near` has for it; returns the least time of a plan that one of them
+    begins, the work, and whether any label was kept."""
+    num_layers, m, x = len(case.gradient_bits) - 1, case.num_micro_batches, steps.base[z]
+    c, state = steps.option[x], u + steps.shift[x]
+    left, reduce = space.some.shape[2] - 1 - state, 2 * (case.dp[c] - 1) / case.dp[c] / steps.ring[x]
+    least, work, going = box.known, 0, False
+    for n in range(space.near.num[z]):
+        behind, pair = space.near.totals[z, n], space.near.pairs[z, n]
+        for i in range(j - 1, -1, -1):
+            work += 1
+            time = case.times[c, j] - case.times[c, i]
+            total = behind + time
+            path = _path_s(time, pair, total, turns)
+            longest = max(box.start_at, path)
+            if path > box.theta or total + longest >= box.known or m * time >= box.known:
+                break
+            if case.fixed[c, j] - case.fixed[c, i] + turns.held * (case.flight[c, j] - case.flight[c, i]) > case.capacity[c]:
+                break
+            if case.inside[j] > case.inside[i + 1]:
+                if k > 0 or j < num_layers:
+                    break
+                if i > 0:
+                    continue
+            step = max(total + longest, m * time)
+            if i == 0:
+                least = min(least, box.first[x, j] + step)
+                continue
+            if steps.half[x] + space.front_after[i, left] + step >= box.known:
+                continue
+            gradients = reduce * (case.gradient_bits[j] - case.gradient_bits[i]) + box.tied
+            if space.front[i, left] / 3 + gradients + max(m * time, total + path) < box.known:
+                row = _row((k + 1) % 2, i, state, steps, space)
+                if not space.some[(k + 1) % 2, i, state]:
+                    space.some[(k + 1) % 2, i, state] = True
+                    space.kept.num[row : row + len(steps.base)] = 0
+                _keep(space.kept, row + z, total, time)
+                going = True
+    return least, work, going
+
+
+@borrowing
+def _keep(labels, row, total, pair):  # type: ignore[no-untyped-def]
+    """Adds a label to a row unless another is nowhere worse; where there is no room, the nearest takes the better of both."""
+    totals, pairs, num, n = labels.totals, labels.pairs, labels.num[row], 0
+    while n < num:
+        if totals[row, n] <= total and pairs[row, n] <= pair:
+            labels.num[row] = num
+            return
+        if total <= totals[row, n] and pair <= pairs[row, n]:
+            num -= 1
+            totals[row, n], pairs[row, n] = totals[row, num], pairs[row, num]
+        else:
+            n += 1
+    if num < totals.shape[1]:
+        totals[row, num], pairs[row, num] = total, pair
+        labels.num[row] = num + 1
+        return
+    near = 0
+    for n in range(1, num):
+        if abs(pairs[row, n] - pair) < abs(pairs[row, near] - pair):
+            near = n
+    totals[row, near], pairs[row, near] = min(totals[row, near], total), min(pairs[row, near], pair)
+    labels.num[row] = num
 
 
 def warm() -> None:
