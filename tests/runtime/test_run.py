@@ -33,7 +33,7 @@ def test_an_evaluation_is_the_mean_over_its_batches() -> None:
     run = Run.__new__(Run)  # only what an evaluation needs; what a rank finds in one batch is held against plain torch elsewhere
     found = {"one": Evaluated(2.0, 0.5), "two": Evaluated(5.0, 0.25), "three": Evaluated(2.0, 0.75)}
     run.rank = SimpleNamespace(evaluate=lambda program, source: found[program])  # type: ignore[assignment]
-    run._place = SimpleNamespace(held_out=None, evaluations=list(found))  # type: ignore[assignment]
+    run._inputs = SimpleNamespace(held_out=None, evaluations=list(found))  # type: ignore[assignment]
     assert run._evaluate(7) == EvalRecord(7, 3.0, 0.5)
 
 

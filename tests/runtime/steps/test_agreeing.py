@@ -10,7 +10,7 @@ import torch
 
 from penstock.plans.build import uniform_plan
 from penstock.runtime.request import EvalRecord
-from penstock.runtime.steps.agreeing import Agreed, Order, agree, told_plan
+from penstock.runtime.steps.agreeing import Agreed, Order, agree, broadcast_plan
 from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
@@ -80,5 +80,5 @@ def test_a_checkpoint_is_due_when_none_is_still_written(due: tuple[int, int], bu
 @pytest.mark.parametrize("plan", [PLAN, None])
 def test_a_plan_of_the_first_process_alone(plan: Any) -> None:
     message = b"" if plan is None else Order(plan).packed()
-    assert told_plan(groups_of(0, torch.tensor([0])), plan) == plan
-    assert told_plan(groups_of(3, torch.tensor([len(message)]), message), None) == plan
+    assert broadcast_plan(groups_of(0, torch.tensor([0])), plan) == plan
+    assert broadcast_plan(groups_of(3, torch.tensor([len(message)]), message), None) == plan

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.transport.world import ProcessGroups
 
-__all__ = ["Agreed", "Order", "agree", "told_plan"]
+__all__ = ["Agreed", "Order", "agree", "broadcast_plan"]
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def agree(groups: ProcessGroups, members: Sequence[int], own: Sequence[StepWord]
     return Agreed(words, ended_by, leaving, Order.unpacked(groups.broadcast(message, size)) if size else None)
 
 
-def told_plan(groups: ProcessGroups, plan: Plan | None) -> Plan | None:
-    """The plan that the first process has, in all of them."""
+def broadcast_plan(groups: ProcessGroups, plan: Plan | None) -> Plan | None:
+    """Returns in every process the plan that the first one has."""
     message = b"" if plan is None else Order(plan).packed()
     size = int(groups.gather(torch.tensor([len(message)]))[0])
     return Order.unpacked(groups.broadcast(message, size)).plan if size else None
