@@ -27,7 +27,7 @@ __all__ = ["PlanInputs", "batch_source", "held_out_programs", "plan_inputs", "pr
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a process needs to run a plan besides its weights."""
+    """A process' inputs under one plan: its planner, predicted times and held-out samples."""
 
     planner: ProgramPlanner
     times: ProgramTimes | None = None
@@ -74,7 +74,8 @@ def program_planner(request: TrainRequest) -> ProgramPlanner:
 
 
 def _drains(request: TrainRequest) -> Drains:
-    """Where the pipeline of an asynchronous plan has to be empty: for what looks at the weights of all stages, or changes their plan."""
+    """The steps before which the pipeline of an asynchronous plan has to be empty: for what looks at the weights of all
+    stages, or changes their plan."""
     rules, (_, counts) = SCHEDULES[request.plan.schedule], micro_batches(request.plan)
     if not rules.asynchronous:
         return Drains()
