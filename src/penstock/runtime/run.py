@@ -32,8 +32,8 @@ from penstock.runtime.run_moves import RunMove, RunMoves
 from penstock.runtime.steps.agreeing import Agreed, Order, agree
 from penstock.runtime.steps.divergence import DivergenceGuard
 from penstock.runtime.steps.measuring import StepMeasures
+from penstock.runtime.steps.messages import StepMessage, StepWatcher, samples_digest, whole_digest
 from penstock.runtime.steps.records import RunRecords, TrainedStep
-from penstock.runtime.steps.words import StepWatcher, StepWord, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
@@ -99,7 +99,7 @@ class Run:
             batches, planner, own, address=address, job=self._job, planners=1 if self._job else 0, starts_planners=False,
             first_step=self.first_step, timeout=request.planning.wait_s,
         )  # fmt: skip
-        self._lost: StoreError | None = None
+        self._store_error: StoreError | None = None
         """Why this rank gets no more programs."""
         self._has_left = False
         """Whether this process is no part of the run any more, which goes on without it."""
@@ -258,10 +258,10 @@ class Run:
         self._compare_clocks()
         start_s = time.perf_counter()
         while not self._is_over:
-            words = self._train(next(programs), start_s) if self.has_work else self._idle_words()
+            messages = self._train(next(programs), start_s) if self.has_work else self._idle_messages()
             end_s = time.perf_counter()
             self.step = self._window_end
-            self._conclude(self._agreed(words))
+            self._conclude(self._agreed(messages))
             self.loader.wait_s = self.loader.data_wait_s = 0.0
             start_s = time.perf_counter()
             self.times.paused(start_s - end_s)
@@ -273,13 +273,13 @@ class Run:
         try:
             yield from self.loader
         except StoreError as error:
-            self._lost = error
+            self._store_error = error
             yield self.loader.next_planned_here()
         except PlanningError as error:  # which every rank was told, but no process without work: that waits for what they say of the step
             raise self._ended(error, self.world.barrier) from None
 
-    def _train(self, loaded: LoadedProgram, start_s: float) -> list[StepWord]:
-        """Trains one program, which is a step or several, and returns this process' word on each; `start_s` is when the last one ended."""
+    def _train(self, loaded: LoadedProgram, start_s: float) -> list[StepMessage]:
+        """Trains one program, which is a step or several, and returns this process' message on each; the last one ended at `start_s`."""
         program, done = loaded.program, loaded.program.iteration + loaded.program.num_batches
         self.faults.look(done - 1)
         self.loads.look(program.iteration)
@@ -291,16 +291,17 @@ class Run:
         found = [(result.loss.item(), None if result.norm is None else result.norm.item()) for result in results]
         measured = self._measures.ended(program, time.perf_counter() - start_s)
         self.loads.measured(measured.pace)
-        words: list[StepWord] = []
+        messages: list[StepMessage] = []
         for number, (result, (loss, norm)) in enumerate(zip(results, found, strict=True)):
-            self._guard.check(program, result, loss, norm, words)
+            self._guard.check(program, result, loss, norm, messages)
             own, record = program.of_batch(number), None
             if self._tells_steps:
                 record = self._measures.record(measured, program.iteration + number, own, result, loss, norm)
-            words.append(StepWord(samples=samples_digest(own) if self.rank.leads_replica else 0, figures=measured.figures, record=record))
+            samples = samples_digest(own) if self.rank.leads_replica else 0
+            messages.append(StepMessage(samples=samples, figures=measured.figures, record=record))
         if self._evaluates_after(done):
-            words[-1] = replace(words[-1], evaluated=self._evaluate(done))
-        return words
+            messages[-1] = replace(messages[-1], evaluated=self._evaluate(done))
+        return messages
 
     def _run_program(self, loaded: LoadedProgram) -> None:
         """Runs a program, with the faults and profiles that were asked for."""
@@ -316,10 +317,10 @@ class Run:
         if coming is not None:
             self.rank.prepare(coming.program, coming)
 
-    def _idle_words(self) -> list[StepWord]:
-        """The words of a process without work on the steps that the others have as one program."""
+    def _idle_messages(self) -> list[StepMessage]:
+        """The messages of a process without work on the steps that the others have as one program."""
         figures = self._measures.idle_figures(self.step) if self._is_measured else RankFigures()
-        return [StepWord(figures=figures)] * (self._window_end - self.step)
+        return [StepMessage(figures=figures)] * (self._window_end - self.step)
 
     def _evaluates_after(self, done: int) -> bool:
         every = self.request.eval_every
@@ -333,11 +334,11 @@ class Run:
 
     # Between steps ------------------------------------------------------------------------------------------------------------
 
-    def _agreed(self, own: Sequence[StepWord]) -> Agreed:
-        """Exchanges this process' words on the steps of a program, and what it knows at its end, with those of all others."""
+    def _agreed(self, own: Sequence[StepMessage]) -> Agreed:
+        """Exchanges this process' messages on the steps of a program, and what it knows at its end, with those of all others."""
         last = replace(
-            own[-1], lost=self._lost is not None, asked_to_end=self.worker.asked_to_end(), is_due=self.is_first and self.saves.is_late,
-            is_saving=self.saves.is_saving, copied=self.saves.copied,
+            own[-1], lost_store=self._store_error is not None, asked_to_end=self.worker.asked_to_end(),
+            is_due=self.is_first and self.saves.is_late, is_saving=self.saves.is_saving, copied=self.saves.copied,
         )  # fmt: skip
         asks = self.is_first and self.watcher is not None and self.step < self.request.steps
         agreed = agree(self.worker.groups, self.members, (*own[:-1], last), self._order() if asks else None)
@@ -345,19 +346,19 @@ class Run:
         return agreed
 
     def _order(self) -> Order | None:
-        """What is to be in force from the next step on, if not the present plan."""
+        """The plan that the watcher wants from the next step on; None: the present one."""
         assert self.watcher is not None
         wanted = self.watcher.order(self.step)
         return None if wanted is None else Order(wanted, self.watcher.exact)
 
     def _conclude(self, agreed: Agreed) -> None:
         """Records, saves and decides what all processes have agreed on after a program."""
-        steps = self._trained(agreed.words)
+        steps = self._trained(agreed.messages)
         for one in steps:
             self.records.tell(one)
-        if agreed.is_lost and self.step < self.request.steps:
-            lost = self._lost or StoreError("another rank gets no more programs from the store.")
-            raise self._ended(lost, self.worker.groups.barrier)
+        if agreed.has_lost_store and self.step < self.request.steps:
+            error = self._store_error or StoreError("another rank gets no more programs from the store.")
+            raise self._ended(error, self.worker.groups.barrier)
         self._save(agreed, steps[-1].evaluated)
         self._ended_by = agreed.ended_by
         move = None if self.watcher is None else self._moves.after_step(agreed, self.request, self.step, self.watcher)
@@ -366,16 +367,16 @@ class Run:
         elif self.step // _SYNC_STEPS > (self.step - len(steps)) // _SYNC_STEPS:
             self._compare_clocks()
 
-    def _trained(self, words: Sequence[Mapping[int, StepWord]]) -> list[TrainedStep]:
-        """The steps of a program that has ended, by all processes' words on them; whoever watches is told."""
+    def _trained(self, messages: Sequence[Mapping[int, StepMessage]]) -> list[TrainedStep]:
+        """The steps of a program that has ended, by all processes' messages on them; whoever watches is told."""
         steps = []
-        for number, said in enumerate(words, self.step - len(words)):
+        for number, said in enumerate(messages, self.step - len(messages)):
             if self.watcher is not None:
                 figures = {member: word.figures for member, word in said.items()}
                 self.records.note(*self.watcher.after(number - self._measures.lateness, figures))
-            told = said[self.world.ranks[0]]
-            assert told.record is not None
-            steps.append(TrainedStep(told.record, whole_digest(said.values()), told.evaluated))
+            first = said[self.world.ranks[0]]
+            assert first.record is not None
+            steps.append(TrainedStep(first.record, whole_digest(said.values()), first.evaluated))
         return steps
 
     def _save(self, agreed: Agreed, evaluated: EvalRecord | None) -> None:

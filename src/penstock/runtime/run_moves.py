@@ -14,7 +14,7 @@ from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_inputs import PlanInputs, plan_inputs, program_planner
 from penstock.runtime.steps.agreeing import Agreed, broadcast_plan
-from penstock.runtime.steps.words import StepWatcher
+from penstock.runtime.steps.messages import StepWatcher
 from penstock.runtime.telemetry.phases import MOVING
 from penstock.runtime.worker import Worker
 

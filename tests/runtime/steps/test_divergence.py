@@ -27,7 +27,7 @@ from penstock.runtime.checkpoints.folder import step_of, whole_checkpoints
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.steps.divergence import MAX_DROPPED, DivergedError, DivergenceGuard, describe_divergence, is_diverged
-from penstock.runtime.steps.words import StepWord
+from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.telemetry.steps import StepRecord
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.schedules.orders import gpipe
@@ -123,7 +123,7 @@ def test_the_fifth_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done == ["whole", "met"]
     guard._dropped = MAX_DROPPED - 1
     with pytest.raises(DivergedError):
-        check(None, None, math.nan, None, [StepWord(record=record)])
+        check(None, None, math.nan, None, [StepMessage(record=record)])
     assert done[2:] == [record, "whole", "met"]  # a step before it in the same program is told
     guard._dropped, rank.update.scale = 0, object()
     check(None, None, 1.0, math.inf)  # fp16: the loss scale sees to it

@@ -108,7 +108,7 @@ class CopyMirror:
                     continue
                 try:
                     if self._other is None or self._put(self._other, slot, head):
-                        self._copies.told_elsewhere(slot, head)
+                        self._copies.mirrored_elsewhere(slot, head)
                 except SealedSocketError:  # whether the node is lost is for its channel to say
                     if self._sealed is not None:
                         self._sealed.close()
@@ -135,11 +135,11 @@ def bring_copies(copies: Copies, key: bytes, step: int, held: Mapping[int, NodeA
                 _receive(sealed, copies, slot, _decoded(sealed.receive())[2])
             if copies.head(slot).step != step:
                 raise SealedSocketError(f"{sealed.who} at {address.host} does not have the copy of step {step} that it told of.")
-        copies.told_elsewhere(slot, copies.head(slot))
+        copies.mirrored_elsewhere(slot, copies.head(slot))
 
 
 def next_node(own: int, nodes: Mapping[int, NodeAddress]) -> NodeAddress | None:
-    """Who keeps the copies of a node: the one after it, or the first after the last."""
+    """The node that keeps the copies of another: the one after it, or the first after the last."""
     others = sorted(node for node in nodes if node != own)
     return nodes[next((node for node in others if node > own), others[0])] if others else None
 

@@ -10,8 +10,8 @@ import torch
 
 from penstock.errors import PenstockError, first_of
 from penstock.plans.ranks import seats_of
+from penstock.runtime.steps.messages import StepMessage, whole_digest
 from penstock.runtime.steps.records import RunRecords, TrainedStep
-from penstock.runtime.steps.words import StepWord, whole_digest
 
 if TYPE_CHECKING:
     from penstock.programs.instructions import Program
@@ -39,7 +39,7 @@ class DivergenceGuard:
         """Updates in a row that were dropped."""
 
     def check(
-        self, program: Program, result: StepResult, loss: float, norm: float | None, before: Sequence[StepWord] = ()
+        self, program: Program, result: StepResult, loss: float, norm: float | None, before: Sequence[StepMessage] = ()
     ) -> None:  # fmt: skip
         """Raises `DivergedError` unless the step is finite, or dropped. Steps `before` it in the same program are still told."""
         if not is_diverged(loss, norm, scaled=self._rank.update.scale is not None):
@@ -50,9 +50,9 @@ class DivergenceGuard:
         if self._on_nan == "skip" and self._dropped < MAX_DROPPED:
             self._records.note(f"{what}. Its update was dropped.")
             return
-        for word in before:
-            if word.record is not None:
-                self._records.tell(TrainedStep(word.record, whole_digest([word])))
+        for message in before:
+            if message.record is not None:
+                self._records.tell(TrainedStep(message.record, whole_digest([message])))
         self._saves.wait()
         self._rank.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
         advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from penstock.runtime.request import EvalRecord, StepTold
+from penstock.runtime.request import EvalRecord, StepReport
 from penstock.runtime.run_folder import STEPS, plans_of_run
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.spans import SpanRecorder
@@ -90,7 +90,7 @@ class RunRecords:
         self._log.write(record)
         self._note_silence((("steps", self._log.error), ("spans", self._spans.error)))
         rate = record.tokens_per_s or 0.0
-        self._worker.tell(StepTold(record.step, loss, rate, record.gpu_utilisation, trained.evaluated, tuple(self._notes)))
+        self._worker.tell(StepReport(record.step, loss, rate, record.gpu_utilisation, trained.evaluated, tuple(self._notes)))
         self._notes.clear()
 
     def _note_silence(self, errors: Iterable[tuple[str, object]]) -> None:
