@@ -213,7 +213,9 @@ def replanning() -> list[Row]:
         min(clocked(one, estimator.estimate(one)).time_s for one in found)
         cuts_s.append(time.process_time() - start)
         start = time.process_time()
-        Ladder(ladder.model, ladder.cluster, ladder.source, ladder.layouts).options(plan, speeds)
+        fresh = Ladder(ladder.model, ladder.cluster, ladder.source)
+        fresh.layouts = ladder.layouts
+        fresh.options(plan, speeds)
         ladder_s.append(time.process_time() - start)
     name = f"re-planning, {ladder.model.num_ops} ops, 8 stages"
     return [Row(f"{name}: cuts, s", min(cuts_s), 0.1), Row(f"{name}: ladder, s", min(ladder_s), 1.0)]

@@ -43,8 +43,8 @@ from penstock.models.catalog import model_from_mapping
 from penstock.plans.build import block_ranges
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.schema import read_plan, write_plan
-from penstock.runtime.devices.loads import LoadTold
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.devices.loads import LoadReport
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
 
@@ -157,20 +157,20 @@ def request_of(given: argparse.Namespace, plan: Plan, steps: int, name: str) -> 
     )  # fmt: skip
 
 
-def last_told(run: Path) -> LoadTold | None:
+def last_told(run: Path) -> LoadReport | None:
     """What the slowed rank says of its load; nothing on devices without one inside."""
-    found = [msgspec.json.decode(path.read_bytes(), type=LoadTold) for path in (run / "loads").glob("*.told")]
+    found = [msgspec.json.decode(path.read_bytes(), type=LoadReport) for path in (run / "loads").glob("*.told")]
     return found[0] if found else None
 
 
 def adapt(given: argparse.Namespace) -> None:
     """Writes the plan that was moved to, and the load that it was moved to for, into the run's folder."""
     request = request_of(given, plan_of(given, even_layers(given)), STEPS, "adapt")
-    run, told = Path(request.out), list[LoadTold]()
+    run, told = Path(request.out), list[LoadReport]()
     command = [sys.executable, "-m", "penstock", "disturb", request.out, "--slow", f"{given.rank}={given.factor}"]
     with ExitStack() as stack:
 
-        def progress(step: StepTold) -> None:
+        def progress(step: StepReport) -> None:
             for note in step.notes:
                 print(f"step {step.step}: {note}", flush=True)
             if step.step == CALM:
@@ -181,7 +181,7 @@ def adapt(given: argparse.Namespace) -> None:
     shutil.rmtree(run / "checkpoints", ignore_errors=True)
     write_plan(run / "moved.json", result.plan or request.plan)
     steered = [one for one in told if one.factor is not None]
-    (run / "load.json").write_bytes(msgspec.json.encode(steered[-1] if steered else LoadTold(0.0)))
+    (run / "load.json").write_bytes(msgspec.json.encode(steered[-1] if steered else LoadReport(0.0)))
 
 
 def _ended(command: subprocess.Popen[bytes]) -> None:
@@ -195,7 +195,7 @@ def _ended(command: subprocess.Popen[bytes]) -> None:
 
 def cuts(given: argparse.Namespace) -> None:
     """One plan after the other, under the same load from the second step on."""
-    load = msgspec.json.decode((given.out / "adapt" / "load.json").read_bytes(), type=LoadTold)
+    load = msgspec.json.decode((given.out / "adapt" / "load.json").read_bytes(), type=LoadReport)
     first = replace(read_plan(given.out / "adapt" / "moved.json"), predicted=None)
     plans = [first, *(plan_of(given, layers) for layers in cuts_by_hand(given))]
     begins = [0, *(2 * WINDOW + WINDOW * number for number in range(len(plans) - 1))]
@@ -203,7 +203,7 @@ def cuts(given: argparse.Namespace) -> None:
     command = [sys.executable, "-m", "penstock", "disturb", request.out, "--slow", f"{given.rank}={given.factor}"]
     with ExitStack() as stack:
 
-        def progress(step: StepTold) -> None:
+        def progress(step: StepReport) -> None:
             if step.step == 1 and load.share:
                 stack.enter_context(LoadWithin(request.out, given.rank, given.factor, 2, request.steps, load.share))
             elif step.step == 1:

@@ -45,7 +45,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.recovering.faults import KINDS, PHASES, Fault, ask_fault, forget_faults
 from penstock.runtime.recovering.saving import RunSaves
-from penstock.runtime.request import WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import WARM_UP, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run import Run, train_rank
 from penstock.runtime.run_folder import plan_of_run
 from penstock.runtime.telemetry.phases import COMMITTING, MOVING, RECOVERING
@@ -81,7 +81,7 @@ class Striker:
         self.wrong: list[str] = []
         self._after, self._until = 3, 0
 
-    def hear(self, told: StepTold) -> None:
+    def hear(self, told: StepReport) -> None:
         """A new step was done: the last fault is over if a few followed it."""
         if told.step < self._after:
             return
@@ -241,7 +241,7 @@ def soak(folder: Path, count: int, seed: int) -> None:
     )
     begun_s, told_of = time.monotonic(), -1
 
-    def hear(told: StepTold) -> None:
+    def hear(told: StepReport) -> None:
         nonlocal told_of
         striker.hear(told)
         if len(striker.done) % max(1, count // 20) == 0 and len(striker.done) != told_of:

@@ -5,7 +5,7 @@
 
 Simulated: a load slows arithmetic, attention and memory-bound ops differently, every op a little apart from its class. The rank sees
 passes of one stage of a model (ragged samples, 5 % noise) and predicts stages of other models. *Constant* is the mean slow-down of all
-loads, *scalar* that of the rank's own passes; *passes* is `adapting.slowdowns` from these, *classes* the same with eight passes in which
+loads, *scalar* that of the rank's own passes; *passes* is `class_slowdowns` from these, *classes* the same with eight passes in which
 ops were timed one by one.
 
 DynPipe's data has one load per row and nothing else that was measured under it: scalar and classes cannot be scored there. Its forest
@@ -20,9 +20,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from class_slowdowns import fit_slowdowns
 from numpy.typing import NDArray
 
-from penstock.adapting.slowdowns import fit_slowdowns
 from penstock.clusters import resolve_cluster
 from penstock.costs.sources import open_costs
 from penstock.costs.speeds import OpClass, class_of

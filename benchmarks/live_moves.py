@@ -31,7 +31,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import model_of
 from penstock.runtime.rank import Rank
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.run import Run, StepWatcher
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.figures import RankFigures
@@ -97,7 +97,7 @@ def pauses(*, overlapped: bool = False) -> Iterator[tuple[float, float]]:
         planning = PlanningSettings(0)
         request = TrainRequest(here, _data(folder), steps, str(folder / "run"), device="cpu", checkpoint_every=0, planning=planning)
 
-        def told(step: StepTold) -> None:
+        def told(step: StepReport) -> None:
             at, number = step.step + 3, (step.step + 3) // EVERY
             if at % EVERY == 0 and at < steps:  # a move to a step that was named blocks
                 ask_for(request.out, there if number % 2 else here, 0 if overlapped else at)

@@ -9,7 +9,7 @@ from penstock.adapting.asking import ask_for
 from penstock.adapting.watching import obey_run
 from penstock.plans.plan import Plan
 from penstock.runtime.run import Run
-from penstock.runtime.steps.words import StepWatcher
+from penstock.runtime.steps.messages import StepWatcher
 
 __all__ = ["LEAD", "ask_and_obey"]
 

@@ -114,7 +114,8 @@ def rank_of(
 ) -> OpenRank:  # fmt: skip
     """This process' rank of a plan, on random samples unless told otherwise."""
     model = model or model_of(plan)
-    rank = OpenRank(model, groups, settings, observer)
+    rank = OpenRank(model, groups, settings)
+    rank.executor.observer = observer
     rank.source = source or RandomSource(model)
     rank.adopt(plan)
     return rank
@@ -190,7 +191,8 @@ def run_paced(
 ) -> tuple[list[float], TrainedPrograms]:
     """A job for workers: trains on paced devices; the seconds of each iteration by their clocks, and what came of it."""
     model = model_of(plan)
-    rank = PacedRank(model, worker.groups, TrainingSettings(), worker.status, settings)
+    rank = PacedRank(model, worker.groups, TrainingSettings(), settings)
+    rank.executor.observer = worker.status
     rank.adopt(plan)
     if rank.world.rank < 0:
         return [], TrainedPrograms()

@@ -21,7 +21,7 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.runtime.checkpoints.folder import find_checkpoint
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import plan_of_run
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.process_files import read_process
@@ -42,7 +42,7 @@ def request(plan: Plan, data: str, out: Path, steps: int, **options: object) -> 
 def struck(wanted: TrainRequest, asked: dict[int, tuple[str, ...]]) -> TrainResult:
     """A run that recovers; `penstock disturb` is asked for something after some steps."""
 
-    def told(step: StepTold) -> None:
+    def told(step: StepReport) -> None:
         if step.step in asked:
             assert main(["disturb", wanted.out, *asked.pop(step.step)]) == 0
 
@@ -200,7 +200,7 @@ def test_ranks_that_share_a_gpu_all_end_with_one_and_go_on_from_copies_in_host_m
     run = replace(calm, out=str(tmp_path / "run"), on_death="recover", copies=3, disturbance=Disturbance(strikes=strikes))
     processes = defaultdict[int, set[int]](set)
 
-    def told(step: StepTold) -> None:
+    def told(step: StepReport) -> None:
         for rank in plan.ranks:
             if (process := read_process(run.out, rank)) is not None:  # it has not ended after the last step
                 processes[rank].add(process.pid)

@@ -25,7 +25,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import read_plan
 from penstock.runtime.recovering.faults import Fault, ask_fault
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.run_folder import last_step, plans_of_run
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.telemetry.steps import read_steps
@@ -69,7 +69,7 @@ def test_ranks_die_on_both_nodes_one_falls_silent_another_joins_in_its_place_and
     with ExitStack() as stack:
         others = [stack.enter_context(other_node(placed(run, 1, port)))]
 
-        def told(step: StepTold) -> None:
+        def told(step: StepReport) -> None:
             if step.step == 11:
                 os.kill(others[0].pid, signal.SIGSTOP)
                 others.append(stack.enter_context(other_node(placed(run, 1, port))))
@@ -104,7 +104,7 @@ def test_a_node_that_leaves_moves_its_work_away_and_no_step_is_done_again(data: 
     run = TrainRequest(plan, data, 2000, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=3)
     with other_node(placed(run, 1, port), obey_run) as other:
 
-        def told(step: StepTold) -> None:
+        def told(step: StepReport) -> None:
             if step.step == 4:
                 other.terminate()
             if any("another plan" in note for note in step.notes):
@@ -133,10 +133,10 @@ def test_another_node_leads_when_the_first_stands_still(data: str, tmp_path: Pat
     run = TrainRequest(
         plan_of(tmp_path), data, 2000, str(tmp_path / "run"), checkpoint_every=0, on_death="recover", copies=2, disturbance=story
     )
-    heard = list[StepTold]()
+    heard = list[StepReport]()
     with other_node(placed(run, 0, port)):
 
-        def told(step: StepTold) -> None:
+        def told(step: StepReport) -> None:
             if not heard:
                 assert main(["disturb", run.out, "--node", "7"]) == 2
                 assert main(["disturb", run.out, "--node", "0"]) == 0  # it is still there

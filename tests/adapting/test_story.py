@@ -20,7 +20,7 @@ from penstock.cli.main import run as main
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import read_plan
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run import Watching
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.run_inputs import run_inputs
@@ -32,7 +32,7 @@ from penstock.timing.disturbance_file import read_disturbance
 EXAMPLE = Path(__file__).parents[2] / "examples" / "adapting"
 
 
-def trained(request: TrainRequest, watching: Watching | None = None, told: Callable[[StepTold], None] | None = None) -> list[StepRecord]:
+def trained(request: TrainRequest, watching: Watching | None = None, told: Callable[[StepReport], None] | None = None) -> list[StepRecord]:
     """The steps of a run."""
     PlanTrainer(request, watching).train(told)
     return read_steps(Path(request.out) / "steps.jsonl")

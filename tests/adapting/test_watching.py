@@ -18,7 +18,7 @@ from penstock.adapting.watching import Watch, watch_run
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.trainer import PlanTrainer
 from penstock.timing.disturbance import Disturbance, DisturbanceChange
@@ -41,7 +41,7 @@ def trained(plan: Plan, data: str, out: Path, steps: int, *changes: DisturbanceC
     """The events of a run, and the notes in its terminal but for those on its pace."""
     notes: list[str] = []
 
-    def told(step: StepTold) -> None:
+    def told(step: StepReport) -> None:
         notes.extend(note for note in step.notes if "paced devices" not in note)
 
     request = TrainRequest(

@@ -21,8 +21,8 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.schema import write_plan
 from penstock.processes.states import started_ticks
-from penstock.runtime.devices.loads import LoadAsked, LoadTold, told_path
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.devices.loads import LoadReport, LoadRequest, report_path
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.telemetry.process_files import RankProcess, named_process, read_process
@@ -46,7 +46,7 @@ def disturbed_run(tmp_path: Path, data: str, device: str, steps: int, *commands:
     """What each step took in a run that `penstock disturb` slows down after its third step."""
     out = tmp_path / "run"
 
-    def told(step: StepTold) -> None:
+    def told(step: StepReport) -> None:
         if step.step == 2:
             status, said = on_terminal(["disturb", str(out), *commands], 80)
             assert status == 0 and cut_lines(said, 80) == [] and "from step" in said
@@ -231,8 +231,8 @@ def test_a_rank_on_a_gpu_is_asked_to_keep_it_busy_itself(
 
     def look(folder: Path) -> int:
         for path in (folder / "loads").glob("1-*.json"):
-            asked.append(msgspec.json.decode(path.read_bytes(), type=LoadAsked))
-            told_path(path).write_bytes(msgspec.json.encode(LoadTold(0.3, 1.47)))
+            asked.append(msgspec.json.decode(path.read_bytes(), type=LoadRequest))
+            report_path(path).write_bytes(msgspec.json.encode(LoadReport(0.3, 1.47)))
         return next(steps)
 
     for room in (loads, disturbing):

@@ -15,7 +15,7 @@ from pty_runs import cut_lines, on_terminal, screen_lines
 from warm_launchers import launched
 
 from penstock.cli.main import run
-from penstock.cli.train_job import told
+from penstock.cli.train_job import findings
 from penstock.jobs.job_file import job_from, read_job
 from penstock.jobs.starting import ready
 from penstock.plans.build import uniform_plan
@@ -84,7 +84,7 @@ def test_one_command_and_what_comes_after_it(texts: Path, tmp_path: Path, capsys
 def test_what_a_model_notes_is_told_before_it_is_trained(texts: Path, tmp_path: Path) -> None:
     fields = {"model.source": f"module:{NET}:make", "data.path": [str(texts)], "out": str(tmp_path / "run"), "train.steps": 1}
     found = ready(job_from({}, fields, "the job"))
-    assert found.model.notes and {f"note     {note}" for note in found.model.notes} <= set(told(found))
+    assert found.model.notes and {f"note     {note}" for note in found.model.notes} <= set(findings(found))
 
 
 def test_a_job_goes_on_from_another_folder(

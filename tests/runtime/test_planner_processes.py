@@ -29,7 +29,7 @@ from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching
 from penstock.runtime.planner_processes import Planners
-from penstock.runtime.request import PlanningSettings, StepTold, TrainRequest
+from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
@@ -137,7 +137,7 @@ def test_killed_planners_are_replaced_and_the_losses_stay(
 
 
 def test_a_hanging_planner_is_replaced_and_the_losses_stay(case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def told(step: StepTold) -> None:
+    def told(step: StepReport) -> None:
         if step.step == 3:
             for pid in own_planners():
                 os.kill(pid, signal.SIGSTOP)
@@ -218,7 +218,7 @@ def test_a_planner_without_progress_on_a_store_that_answers_ends_the_run_with_a_
 
     stopper = threading.Thread(target=stop_planners, daemon=True)
 
-    def told(step: StepTold) -> None:
+    def told(step: StepReport) -> None:
         if step.step == 3:
             stopper.start()
 

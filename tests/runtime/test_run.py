@@ -21,8 +21,8 @@ from penstock.runtime.request import RECOVER, EvalRecord, TrainRequest
 from penstock.runtime.run import Run
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import held_out_programs, program_planner
+from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.steps.records import TrainedStep
-from penstock.runtime.steps.words import StepWord
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
@@ -33,7 +33,7 @@ def test_an_evaluation_is_the_mean_over_its_batches() -> None:
     run = Run.__new__(Run)  # only what an evaluation needs; what a rank finds in one batch is held against plain torch elsewhere
     found = {"one": Evaluated(2.0, 0.5), "two": Evaluated(5.0, 0.25), "three": Evaluated(2.0, 0.75)}
     run.rank = SimpleNamespace(evaluate=lambda program, source: found[program])  # type: ignore[assignment]
-    run._place = SimpleNamespace(held_out=None, evaluations=list(found))  # type: ignore[assignment]
+    run._inputs = SimpleNamespace(held_out=None, evaluations=list(found))  # type: ignore[assignment]
     assert run._evaluate(7) == EvalRecord(7, 3.0, 0.5)
 
 
@@ -55,8 +55,8 @@ def test_who_watches_is_told_of_every_step(lateness: int) -> None:
     evaluated, heard, notes = EvalRecord(5, 2.5, 0.125), list[Any](), list[str]()
     own, other = RankFigures(3.0, 2.0, 0.5, 0.25, 7.0), RankFigures(9.0, 8.0, 7.0, 6.0, 5.0)
     records = [StepRecord(3, 6.5), StepRecord(4, 5.5, 0.1, 100, 1000.0, skipped=True)]
-    before = {0: StepWord(samples=3), 3: StepWord(samples=7, figures=other, record=records[0])}
-    last = {0: StepWord(samples=4, figures=own), 3: StepWord(samples=7, figures=other, record=records[1], evaluated=evaluated)}
+    before = {0: StepMessage(samples=3), 3: StepMessage(samples=7, figures=other, record=records[0])}
+    last = {0: StepMessage(samples=4, figures=own), 3: StepMessage(samples=7, figures=other, record=records[1], evaluated=evaluated)}
     run: Any = Run.__new__(Run)  # only what this needs
     run.step, run._measures = 5, SimpleNamespace(lateness=lateness)
     run.rank = SimpleNamespace(world=SimpleNamespace(ranks=(3,)))

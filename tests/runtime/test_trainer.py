@@ -18,7 +18,7 @@ from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.nodes.supervisor import hearing
-from penstock.runtime.request import PlanAdopted, StepTold, TrainRequest
+from penstock.runtime.request import PlanAdopted, StepReport, TrainRequest
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run, read_spans
@@ -34,7 +34,7 @@ def plan_of(**degrees: int) -> Plan:
 
 
 def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
-    heard: list[StepTold] = []
+    heard: list[StepReport] = []
     first = TrainRequest(plan_of(pp=2), data, 6, str(tmp_path / "first"), SETTINGS, eval_every=3, eval_batches=2, checkpoint_every=3)
     straight = PlanTrainer(first).train(heard.append)
     assert [one.step for one in heard] == list(range(6)) and [one.loss for one in heard] == list(straight.losses)
@@ -115,10 +115,10 @@ def test_planners_follow_a_run_to_another_plan(data: str, tmp_path: Path) -> Non
     adopted, told = [], []
     planners = SimpleNamespace(adopt=lambda step, planner: adopted.append((step, planner.plan)))
     hear = hearing(TrainRequest(plan_of(pp=2), data, 3, str(tmp_path / "run")), planners, told.append)  # type: ignore[arg-type]
-    hear(StepTold(4, 5.0, 1.0))
+    hear(StepReport(4, 5.0, 1.0))
     hear(PlanAdopted(5, plan_of(tp=2)))
     assert plan_of_run(tmp_path / "run") == plan_of(tp=2) and list(plans_of_run(tmp_path / "run")) == [5]
-    assert adopted == [(5, plan_of(tp=2))] and told == [StepTold(4, 5.0, 1.0)]
+    assert adopted == [(5, plan_of(tp=2))] and told == [StepReport(4, 5.0, 1.0)]
 
 
 def test_processes_of_torchrun_do_the_same_training(data: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.adapting.deciding import Decider, Decision
 from penstock.adapting.detecting import REMEDIED, Cause, Change, Detector, StepFigures, Subject
 from penstock.adapting.ladder import Ladder
-from penstock.adapting.slowdowns import Slowdowns, usual_slowdowns
+from penstock.adapting.slowdowns import usual_slowdowns
 from penstock.costs.profile import BesidePoint
 from penstock.costs.speeds import Speeds
 from penstock.plans.plan import Plan
@@ -27,7 +27,7 @@ _GRID = math.log(1.05)
 
 @dataclass(frozen=True)
 class AfterStep:
-    """What an adapter makes of one step."""
+    """The changes noticed in one step, and the decision that follows."""
 
     changes: tuple[Change, ...]
     decision: Decision
@@ -46,15 +46,15 @@ class Adapter:
         self.detector, self.decider = detector or Detector(subjects), Decider(ladder, plan)
         self._links = Cause.LINK in subjects
 
-    def add(self, step: int, figures: Mapping[Cause, StepFigures], slowdowns: Mapping[int, Slowdowns] | None = None) -> AfterStep:
-        """Takes the figures of all ranks for a step; `slowdowns` tell classes of ops apart on the ranks that have been fitted."""
+    def add(self, step: int, figures: Mapping[Cause, StepFigures]) -> AfterStep:
+        """Takes the figures of all ranks for a step, and decides what to do after it."""
         changes = self.detector.add(step, figures)
-        return AfterStep(tuple(changes), self.decide(step, changes, slowdowns))
+        return AfterStep(tuple(changes), self.decide(step, changes))
 
-    def decide(self, step: int, changes: Sequence[Change], slowdowns: Mapping[int, Slowdowns] | None = None) -> Decision:
-        """What to do after a step in which the detector has seen these changes."""
+    def decide(self, step: int, changes: Sequence[Change]) -> Decision:
+        """Decides what to do after a step in which the detector has seen these changes."""
         links = self.detector.factors(Cause.LINK) if self._links else {}
-        speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, slowdowns or {}, self._beside)
+        speeds = measured_speeds(self.detector.factors(Cause.COMPUTE), links, self._beside)
         begun = [change.since for change in changes if change.cause in REMEDIED]
         if begun:
             self.decider.changed(speeds, min(begun))
@@ -67,17 +67,13 @@ class Adapter:
         self.decider.adopted(decision)
 
 
-def measured_speeds(
-    ranks: Mapping[Subject, float], links: Mapping[Subject, float], slowdowns: Mapping[int, Slowdowns], beside: Sequence[BesidePoint] = ()
-) -> Speeds:
-    """Speeds from the factors of ranks and links; the classes of a slowed rank's ops differ where that is known: fitted to its passes, or
-    else as they usually do beside a load."""
-    found = {}
-    for (rank,), factor in ranks.items():
-        if _on_grid(factor) != 1.0:
-            fitted = slowdowns.get(rank)
-            own = {} if fitted is None else {one: _on_grid(fitted.of(one).factor) for one in fitted.classes}
-            found[rank] = {one: _on_grid(each) for one, each in usual_slowdowns(beside, factor).items()} | own
+def measured_speeds(ranks: Mapping[Subject, float], links: Mapping[Subject, float], beside: Sequence[BesidePoint] = ()) -> Speeds:
+    """Speeds from the factors of ranks and links; the ops of a slowed rank are slowed by class, as they usually are beside a load."""
+    found = {
+        rank: {op_class: _on_grid(each) for op_class, each in usual_slowdowns(beside, factor).items()}
+        for (rank,), factor in ranks.items()
+        if _on_grid(factor) != 1.0
+    }
     slow_links = {(min(pair), max(pair)): slower for pair, factor in links.items() if (slower := _on_grid(factor)) != 1.0}
     return Speeds(found, slow_links)
 

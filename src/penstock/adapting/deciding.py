@@ -32,7 +32,7 @@ NUM_PHASES = 4
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided after a step, with all that it was decided from."""
+    """A decision after a step, with all that it was made from."""
 
     step: int
     chosen: Remedy

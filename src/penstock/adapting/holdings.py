@@ -92,7 +92,7 @@ class _Own:
 
 
 class Layouts:
-    """How the ops of a model are cut, asked of their modules on torch's meta device and remembered by kind of op and lane."""
+    """The layouts of a model's ops, asked of their modules on torch's meta device and remembered by kind of op and lane."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -120,7 +120,7 @@ class Layouts:
 
 
 def holdings(plan: Plan, layouts: Layouts) -> Holdings:
-    """What every rank of a plan holds; a rank that has several chunks of an interleaved schedule holds what any of them needs."""
+    """The state that every rank of a plan holds; a rank that has several chunks of an interleaved schedule holds what any of them needs."""
     found: Holdings = {}
     lanes: dict[tuple[int, int], _Lane] = {}
     for rank, seats in seats_of(plan).items():

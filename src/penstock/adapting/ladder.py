@@ -74,7 +74,7 @@ class Remedy:
 
 
 def rung_between(old: Plan, new: Plan) -> Rung:
-    """What kind of step leads from one plan to the other."""
+    """The kind of step that leads from one plan to the other."""
     before, after = set(old.ranks), set(new.ranks)
     if after - before:
         return Rung.ADDITION
@@ -96,17 +96,15 @@ def rung_between(old: Plan, new: Plan) -> Rung:
 class Ladder:
     """Finds options for plans of one model on one cluster; `source` has the costs of devices that nothing slows."""
 
-    def __init__(
-        self, model: Model, cluster: Cluster, source: CostSource, layouts: Layouts | None = None, devices: Sequence[int] | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Model, cluster: Cluster, source: CostSource, devices: Sequence[int] | None = None) -> None:
         """`devices` are those that could take part; all of the cluster if not given."""
         self.model, self.cluster, self.source = model, cluster, source
         self.devices = range(cluster.num_devices) if devices is None else devices
-        self.layouts = layouts or Layouts(model)
+        self.layouts = Layouts(model)
         self._estimators: dict[str, Estimator] = {}
 
     def estimator(self, speeds: Speeds) -> Estimator:
-        """Who estimates at these speeds; the last few are kept."""
+        """The estimator at these speeds; the last few are kept."""
         key = repr((sorted(speeds.ranks.items()), sorted(speeds.links.items())))
         if key not in self._estimators:
             while len(self._estimators) >= 8:
@@ -119,7 +117,7 @@ class Ladder:
         return self._timed(plan, speeds).time_s
 
     def _timed(self, plan: Plan, speeds: Speeds) -> Estimate:
-        """What a plan takes, by the clock; longer where its micro-batches are chosen for other links than there are."""
+        """Estimates a plan by the clock; it takes longer where its micro-batches are chosen for other links than there are."""
         found = _timed(plan, self.estimator(speeds))
         if plan.micro_batching.policy == "fixed" or plan.micro_batching.slower_links == _links_of(plan, speeds):
             return found
@@ -154,12 +152,12 @@ class Ladder:
         return Remedy(rung, new, found.time_s, pause_s, made.num_bytes, refused)
 
     def _standing_s(self, old: Plan, new: Plan, made: Moves, cluster: Cluster) -> float:
-        """How long training stands still while state travels: all of it, or what cannot travel while a step runs."""
+        """Seconds for which training stands still while state travels: all of it, or what cannot travel while a step runs."""
         return min(made.time_s(cluster), split_moves(old, new, made, self.layouts).pause_s(made, cluster))
 
 
 def _timed(plan: Plan, estimator: Estimator) -> Estimate:
-    """What a plan takes, by the clock. Of dynamic micro-batches it is known only that they could have one sample: dp ranks are timed with
+    """Estimates a plan by the clock. Of dynamic micro-batches it is known only that they could have one sample: dp ranks are timed with
     some more, which can be divided."""
     found, dp = clocked(plan, estimator.estimate(plan)), max(stage.degrees.dp for stage in plan.stages)
     if plan.micro_batching.policy == "fixed" or dp == 1 or found.samples >= _DIVIDED * dp:

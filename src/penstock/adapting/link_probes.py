@@ -82,7 +82,7 @@ class LinkProbes:
         self._usual: dict[Subject, list[float]] = defaultdict(list)
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> StepFigures | None:
-        """What messages took beside what they usually take, in the order of `subjects`; None where there was no reason to ask. All
+        """Times messages after a step, beside what they usually take, in the order of `subjects`; None where there was no reason to. All
         processes have the same figures."""
         pairs = [pair for pair in pairs_of(self._rank.plan) if pair in self.subjects]
         if not pairs or self._rank.world.staged or not all(own.compute_s and own.predicted_s for own in ranks.values()):
@@ -96,10 +96,10 @@ class LinkProbes:
             return None
         found = self._probe(pairs)
         self._steps.append(step)
-        self.told(self._links, found)
+        self.changes(self._links, found)
         return found
 
-    def told(self, detector: Detector, found: StepFigures) -> list[Change]:
+    def changes(self, detector: Detector, found: StepFigures) -> list[Change]:
         """The changes that the last timed messages show a detector. It counts them, and not the steps in between."""
         last = len(self._steps) - 1
         return [

@@ -16,7 +16,7 @@ from penstock.errors import InputError
 from penstock.files import write_bytes
 from penstock.processes.burners import Burners, Steering, waited_ns
 from penstock.processes.states import started_ticks
-from penstock.runtime.devices.loads import LoadAsked, LoadTold, load_path, told_path
+from penstock.runtime.devices.loads import LoadReport, LoadRequest, load_path, report_path
 from penstock.runtime.telemetry.process_files import RankProcess
 
 __all__ = ["LOOK_S", "LoadBeside", "LoadWithin"]
@@ -34,7 +34,7 @@ class LoadBeside:
 
     @property
     def reached(self) -> float | None:
-        """How many times as long as before the rank took lately."""
+        """The rank's slow-down lately, over before."""
         return self._steering.reached
 
     def __enter__(self) -> LoadBeside:
@@ -60,13 +60,13 @@ class LoadWithin:
     def __init__(self, folder: str | Path, rank: int, factor: float, first: int, last: int, share: float = 0.0) -> None:
         """`share` of the time instead of a factor."""
         own = RankProcess(os.getpid(), started_ticks(os.getpid()) or 0, socket.gethostname(), "")
-        self._path, self._asked = load_path(folder, rank, secrets.token_hex(4)), LoadAsked(factor, first, last, own, share)
-        self.told: LoadTold | None = None
+        self._path, self._asked = load_path(folder, rank, secrets.token_hex(4)), LoadRequest(factor, first, last, own, share)
+        self.told: LoadReport | None = None
         """What the rank has said of it."""
 
     @property
     def reached(self) -> float | None:
-        """How many times as long as before the rank's passes took lately, under the plan that it began with."""
+        """The slow-down of the rank's passes lately, under the plan that it began with."""
         return None if self.told is None else self.told.factor
 
     def __enter__(self) -> LoadWithin:
@@ -76,7 +76,7 @@ class LoadWithin:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._hear()
-        for path in (self._path, told_path(self._path)):
+        for path in (self._path, report_path(self._path)):
             path.unlink(missing_ok=True)
         with suppress(OSError):  # there are others
             self._path.parent.rmdir()
@@ -89,4 +89,4 @@ class LoadWithin:
 
     def _hear(self) -> None:
         with suppress(OSError):  # the rank has not begun
-            self.told = msgspec.json.decode(told_path(self._path).read_bytes(), type=LoadTold)
+            self.told = msgspec.json.decode(report_path(self._path).read_bytes(), type=LoadReport)

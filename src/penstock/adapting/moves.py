@@ -69,7 +69,7 @@ class Moves:
 
     @cached_property
     def link_bytes(self) -> dict[tuple[int, int], int]:
-        """What each rank sends to each other."""
+        """Bytes that each rank sends to each other."""
         found: defaultdict[tuple[int, int], int] = defaultdict(int)
         for move in self.boxes:
             found[move.source, move.target] += move.num_bytes
@@ -95,7 +95,7 @@ class Moves:
         return ""
 
     def time_s(self, cluster: Cluster, factor: LinkFactor = lambda _a, _b: 1.0) -> float:
-        """How long training stands still if all links are busy at once: until the last rank has sent and received its share.
+        """Seconds for which training stands still if all links are busy at once: until the last rank has sent and received its share.
 
         A rank sends to one peer at a time and receives from one; a node's network is shared by all of its ranks.
         """
@@ -117,7 +117,7 @@ class Moves:
 
 
 def moves(old: Plan, new: Plan, *, layouts: Layouts | None = None, cluster: Cluster | None = None) -> Moves:
-    """What has to travel so that ranks that hold what `old` gives them hold what `new` does.
+    """The moves that are needed so that ranks that hold what `old` gives them hold what `new` does.
 
     `layouts` are those of the plans' model, worth keeping where many plans are compared; `cluster` says which ranks share a node, and is
     the old plan's unless given.
@@ -138,7 +138,7 @@ def moves(old: Plan, new: Plan, *, layouts: Layouts | None = None, cluster: Clus
 
 @dataclass(frozen=True, slots=True)
 class _Lacking:
-    """What a rank needs of a tensor and does not have."""
+    """A part of a tensor that a rank needs and does not have."""
 
     tensor: HeldTensor
     rank: int

@@ -48,7 +48,7 @@ class MoveAbortedError(PenstockError):
 
 @dataclass(frozen=True)
 class MoveNote:
-    """What a process tells all others before anything travels."""
+    """One process' message to all others before anything travels."""
 
     plan: Mapping[str, Any]
     """The new plan, as its file would be."""
@@ -75,7 +75,7 @@ def move(
 
 
 def require_movable(old: Plan, new: Plan, processes: Sequence[int]) -> Moves:
-    """What would travel between two plans of a job that has these processes; refused is a plan of other training, of devices that the job
+    """Returns the moves between two plans of a job that has these processes; refuses a plan of other training, of devices that the job
     lacks, or without room while both are held."""
     missing = [one for one in new.ranks if one not in processes]
     if missing:
@@ -113,7 +113,7 @@ class Mover:
 
     def run(self) -> Moves:
         """All of a move that blocks training."""
-        notes = self._told(self._prepare)
+        notes = self._exchanged(self._prepare)
         if self.members is None and not state_moves(self.rank.plan, self.plan):
             self.rank.share_out(self.plan)
             return self.made
@@ -122,8 +122,8 @@ class Mover:
         self._adopt(notes)
         return self.made
 
-    def _told(self, act: Callable[[], MoveNote]) -> list[MoveNote]:
-        """What each process tells, if all want the same."""
+    def _exchanged(self, act: Callable[[], MoveNote]) -> list[MoveNote]:
+        """Exchanges the notes of all processes, which must want the same."""
         notes = [MoveNote(**told) for told in self._agreed(act)]
         if any((note.plan, note.step) != (notes[0].plan, notes[0].step) for note in notes):
             raise MoveAbortedError(f"processes were to move to different plans, or before different steps: "
@@ -158,7 +158,7 @@ class Mover:
         return replace(self.rank.plan, optimizer=kind), replace(self.plan, optimizer=kind)
 
     def _note(self) -> MoveNote:
-        """What this process holds now, and tells of it."""
+        """Looks up what this process holds now; its note to the others."""
         rank = self.rank
         self.own = list(held_pieces(rank))
         scale = rank.update.scale if rank.world.rank >= 0 else None
@@ -220,7 +220,7 @@ class Mover:
         return [told for _, told in answers]
 
     def _gathered(self, told: object) -> list[Any]:
-        """What each process told. As JSON, not as torch gathers objects: nothing that arrives is unpickled."""
+        """Gathers what each process tells. As JSON, not as torch gathers objects: nothing that arrives is unpickled."""
         own = torch.frombuffer(bytearray(msgspec.json.encode(told)), dtype=torch.uint8).to(self.through)
         if len(self.generation.members) == 1:
             return [msgspec.json.decode(bytes(own.tolist()))]
@@ -233,7 +233,7 @@ class Mover:
 
 
 def all_kinds(notes: Sequence[MoveNote]) -> dict[str, bool]:
-    """What optimizers keep for each weight, and whether that is one number."""
+    """The kinds of state that optimizers keep for each weight, and whether each is one number."""
     told = [one for note in notes for one in note.kinds.items()]
     return {kind: all(is_number for its, is_number in told if its == kind) for kind, _ in told}
 

@@ -55,7 +55,7 @@ class OverlappedMove(Mover):
             return False
         if self.rank.groups.device.type != "cpu" and old.precision != "fp32":  # there small weights of several ops are updated together
             return False
-        self._kinds = all_kinds(self._told(self._prepare))
+        self._kinds = all_kinds(self._exchanged(self._prepare))
         if not self._kinds:  # before the first step there are no moments to send
             return False
         self._agreed(self._copy)
@@ -85,7 +85,7 @@ class OverlappedMove(Mover):
     def finish(self) -> Moves:
         """After the step: the rest travels, and the plan is in force. Raises what `move` raises, with the old plan in force."""
         try:
-            notes = self._told(self._catch_up)
+            notes = self._exchanged(self._catch_up)
             rate, factor, dropped = next(note.update for note in notes if note.update is not None)
             late = [one for one in self._split.late if one.kind in (WEIGHTS, MASTER, BUFFERS, *self._kinds)]
             self._transfer([*late, *(() if dropped else self._split.gradients)])
@@ -106,7 +106,7 @@ class OverlappedMove(Mover):
         self._coming.clear()
 
     def _catch_up(self) -> MoveNote:
-        """What this process holds after the step, gradients included, and which update it made."""
+        """Looks up what this process holds after the step, gradients included, and which update it made."""
         assert self._thread is not None
         self._thread.join()
         if self._failure is not None:

@@ -31,7 +31,7 @@ _COPY_BYTES_PER_S = 10e9
 
 @dataclass(frozen=True)
 class SplitMoves:
-    """What travels beside a step, and what after it."""
+    """The moves between two plans, by whether they travel during a step or after it."""
 
     ops: frozenset[tuple[int, int]]
     """(op, rank that it comes to) of those that move whole."""
@@ -41,7 +41,7 @@ class SplitMoves:
     """Of the ops that travel early: sent after the step."""
 
     def pause_s(self, made: Moves, cluster: Cluster) -> float:
-        """How long training stands still for it, before the step and after it; for ever where a processor has no room for the copies."""
+        """Seconds for which training stands still for it, before and after the step; for ever where a host has no room for the copies."""
         copied = self._copied_bytes()
         on_host = (rank for rank in copied if cluster.device(rank).name.startswith("cpu"))
         if any(made.peak_bytes[rank] + copied[rank] > cluster.device(rank).memory_bytes for rank in on_host):
@@ -50,7 +50,7 @@ class SplitMoves:
         return max(copied.values(), default=0) / _COPY_BYTES_PER_S + after.time_s(cluster)
 
     def _copied_bytes(self) -> dict[int, int]:
-        """What each rank copies to host memory before the step."""
+        """Bytes that each rank copies to host memory before the step."""
         copied: defaultdict[int, int] = defaultdict(int)
         for one in self.early:
             copied[one.source] += one.num_bytes

@@ -32,7 +32,7 @@ from penstock.plans.references import cluster_of, model_of
 from penstock.plans.texts import format_ranks
 from penstock.plans.validity import require_valid
 from penstock.programs.memory import require_memory
-from penstock.runtime.steps.words import StepWatcher
+from penstock.runtime.steps.messages import StepWatcher
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import LineLog
 
@@ -175,7 +175,7 @@ class Watch(_Follower):
         self._events: LineLog | None = LineLog(self._out / EVENTS) if notices else None
 
     def forget_request(self, step: int, *, goes_on: bool) -> None:
-        """What was asked for before is not done: of a run that has ended, or (`goes_on`) of this one before it lost processes."""
+        """Drops what was asked for before: of a run that has ended, or (`goes_on`) of this one before it lost processes."""
         try:
             found = asked_for(self._out) if goes_on else None
         except PenstockError:  # it was none
@@ -195,7 +195,7 @@ class Watch(_Follower):
         self._host_bound.append({rank for rank, own in ranks.items() if own.is_host_bound})
         changes = [self._attributed(change) for change in self._detector.add(step, _figures(ranks, self._plan, self._left))]
         if self._probes is not None and (messages := self._probes.after(step, ranks)) is not None:
-            changes += self._probes.told(self._detector, messages)
+            changes += self._probes.changes(self._detector, messages)
         events = [noticed(change, time.time()) for change in changes]
         for event in events:
             self._log(event)
@@ -243,7 +243,7 @@ class Watch(_Follower):
         return Adapter(ladder, self._plan, self._subjects, self._detector, beside_loads(source))
 
     def order(self, step: int) -> Plan | None:
-        """What was asked for, or decided."""
+        """The plan that was asked for, or decided."""
         if self._begun is not None:
             return None
         self._hear(step)
@@ -333,7 +333,7 @@ def _subjects(members: Sequence[int]) -> dict[Cause, list[Subject]]:
 
 
 def _figures(ranks: Mapping[int, RankFigures], plan: Plan, left: Mapping[int, float]) -> dict[Cause, StepFigures]:
-    """What processes measured, as detectors take it. Whoever gets its program last holds all others up. Of a rank without work it is
+    """The figures of all processes, as detectors take them. Whoever gets its program last holds all others up. Of a rank without work it is
     known how slow it was when it was `left` so, and how a probe has changed since then."""
     last = max(ranks.values(), key=lambda own: own.planning_wait_s)
     measured = [own.compute_s for own in ranks.values()]

@@ -36,7 +36,7 @@ MemoryLimit = Annotated[
 
 
 def ways_of(order: str, split: str, schedule: str, recompute: str, memory_limit: float | None) -> BatchWays:
-    """What the options ask for."""
+    """The ways to plan a batch that the options ask for."""
     from penstock.batching.ways import BatchWays
 
     return BatchWays(order, split, schedule, recompute, float("inf") if memory_limit is None else memory_limit * 1e9)

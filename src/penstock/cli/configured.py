@@ -20,7 +20,7 @@ CONFIGURED = {name: system.batch_costs for name, system in SYSTEMS.items() if sy
 
 
 def configured_costs(costs: str, samples: Sequence[SampleLengths], free_layers: bool = False) -> PipelineCosts:
-    """What a batch costs in a configuration of another system, by that system's own cost model."""
+    """Costs of a batch in a configuration of another system, by that system's own cost model."""
     kind, _, where = costs.partition(":")
     if not where or "\0" in where:
         raise InputError(f"costs '{costs}': expected {kind}:DIR/NAME.")

@@ -68,7 +68,7 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     """The losses of a few steps with the plan, on the bundled texts; each demo trains anew."""
     from penstock.cli.compare import show_comparison
     from penstock.plans.schema import read_plan
-    from penstock.runtime.request import StepTold, TrainRequest
+    from penstock.runtime.request import StepReport, TrainRequest
     from penstock.runtime.trainer import PlanTrainer
 
     shutil.rmtree(folder / "run", ignore_errors=True)
@@ -76,18 +76,18 @@ def _trained(folder: Path, quiet: bool) -> list[float]:
     trainer = PlanTrainer(TrainRequest(plan, str(_prepared(folder / "data")), _STEPS, str(folder / "run")))
     with progress(f"training {_MODEL} with {plural(len(plan.ranks), 'process')}", _STEPS, quiet=quiet) as bar:
 
-        def told(step: StepTold) -> None:
+        def report(step: StepReport) -> None:
             bar.describe(f"loss {step.loss:.4f}")
             bar.advance()
 
-        result = trainer.train(told)
+        result = trainer.train(report)
     if not quiet:
         show_comparison(plan, result, trainer.predicted(result))
     return list(result.losses)
 
 
 def _moved(folder: Path, quiet: bool) -> list[str]:
-    """What a run on four paced devices tells, one of which becomes slow: it moves its work away, and trains on."""
+    """Trains on four paced devices, one of which becomes slow, and shows it: the run moves its work away, and trains on."""
     from penstock.adapting.events import read_events
     from penstock.adapting.watching import move_run
     from penstock.cli.events import show_events

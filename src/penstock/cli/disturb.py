@@ -61,7 +61,7 @@ def disturb(
     from penstock.adapting.disturbing import disturb as begin
 
     slower, links = slower_ranks(slow or []), dict(map(_link, link or []))
-    strikes = [*(_struck("kill", text) for text in kill or []), *(_struck("freeze", text) for text in freeze or [])]
+    strikes = [*(_strike("kill", text) for text in kill or []), *(_strike("freeze", text) for text in freeze or [])]
     target = running(run)
     # All of it is checked before any of it is done: what has been killed stays so.
     for kind, rank, _ in strikes:
@@ -73,15 +73,14 @@ def disturb(
         say(strike(target, kind, rank, phase, first))
     for number in node or []:
         say(strike_node(target, number))
-    if not changes:
-        return
-    if not target.clocked:
-        err().print("keeping devices busy; Ctrl-C ends it", markup=False)
-    begin(target, changes, say)
+    if changes:
+        if not target.clocked:
+            err().print("keeping devices busy; Ctrl-C ends it", markup=False)
+        begin(target, changes, say)
 
 
-def _struck(option: Kind, text: str) -> tuple[Kind, int, str]:
-    """What is done, the rank and the phase of `--kill 1@backward`."""
+def _strike(option: Kind, text: str) -> tuple[Kind, int, str]:
+    """Parses `--kill 1@backward` into what is done, the rank and the phase."""
     from penstock.runtime.recovering.faults import PHASES
 
     rank, _, phase = text.partition("@")
@@ -91,6 +90,7 @@ def _struck(option: Kind, text: str) -> tuple[Kind, int, str]:
 
 
 def _link(text: str) -> tuple[tuple[int, int], float]:
+    """Parses `--link 0-1=4` into two ranks and a factor."""
     found = re.fullmatch(r"([0-9]{1,9})-([0-9]{1,9})=(.+)", text)
     try:
         if found is None:

@@ -224,7 +224,7 @@ def _divided(found: Estimate) -> Iterator[str]:
 
 
 def _totals(found: Estimate) -> dict[str, float | None]:
-    """What two plans are compared by."""
+    """The figures by which two plans are compared."""
     return {
         "time_s": found.time_s,
         **{f"{name.replace(' ', '_')}_s": time_s for name, time_s in found.shares()},

@@ -20,7 +20,7 @@ __all__ = ["import_"]
 
 
 class ModuleSource(NamedTuple):
-    """What can be imported: how it is written, an example, and the options that it reads."""
+    """A kind of source that can be imported: how it is written, an example, and the options that it reads."""
 
     form: str
     example: str

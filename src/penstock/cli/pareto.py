@@ -60,7 +60,6 @@ def pareto(
 
     Example: penstock pareto --model gpt2-xl --cluster 2xp4d.24xlarge+4xg5.24xlarge --global-batch 256 --steps 10000 --out choices
     """
-    from penstock.plans.precision import described_training
     from penstock.search import Request, num_steps, offers
 
     request = Request.of(
@@ -81,6 +80,19 @@ def pareto(
     if json:
         print_json({"model": model, "cluster": cluster, "steps": count, "out": folder, "choices": rows, "left_out": others})
         return
+    _show(request, found, rows, others, f"{model}, global batch {global_batch}, {plural(count, 'iteration')}: choices from {cluster}",
+          dominated=dominated, every=every, verbose=verbose)  # fmt: skip
+    if folder is not None:
+        say(f"wrote plans, {'clusters.csv, ' if every else ''}pareto.csv, pareto.json and pareto.svg to {folder}.")
+
+
+def _show(
+    request: Request, found: Sequence[Offer], rows: Sequence[dict[str, Any]], others: Sequence[dict[str, Any]], title: str, *,
+    dominated: bool, every: bool, verbose: bool,
+) -> None:  # fmt: skip
+    """Prints the choices worth having as sentences and a table, and why `others` are left out."""
+    from penstock.plans.precision import described_training
+
     say(*_sentences(found), "")
     names = {offer.cluster.name: plan_name(offer.choice.plan) for offer in found}
     shown = [row for row in rows if dominated or every or not row["dominated_by"]]
@@ -90,7 +102,6 @@ def pareto(
     ]  # fmt: skip
     cells += [[one["cluster"], *["-"] * 4, one["status"], *["-"] * 4] for one in others if every]
     columns = ["nodes", "iteration", "hours", "money", "plan", "beaten by", "devices", "pp", "tp", "replicas"]
-    title = f"{model}, global batch {global_batch}, {plural(count, 'iteration')}: choices from {cluster}"
     out().print(table(title, columns, cells, more=columns[-4:], verbose=verbose))
     notes = (*request.frame.notes, *request.estimator.source.notes(request.model))
     say(described_training(request.frame), *(f"note: {note}" for note in notes))
@@ -101,12 +112,10 @@ def pareto(
         listed = others if every else others[:_SHOWN]
         say(f"left out ({len(others)}):", *(f"  {one['cluster']}: {one['reason']}" for one in listed))
         say(*([f"  and {len(others) - _SHOWN} more (--all lists them)"] if len(others) > len(listed) else []))
-    if folder is not None:
-        say(f"wrote plans, {'clusters.csv, ' if every else ''}pareto.csv, pareto.json and pareto.svg to {folder}.")
 
 
 def _sentences(found: Sequence[Offer]) -> list[str]:
-    """The ends of what is worth having."""
+    """Sentences on the fastest and the cheapest choice."""
     best = [offer for offer in found if not offer.dominated_by]
     ends = {"fastest": min(best, key=lambda offer: offer.hours), "cheapest": min(best, key=lambda offer: offer.usd)}
     return [

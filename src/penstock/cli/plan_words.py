@@ -35,7 +35,7 @@ _SAME = 0.005
 
 
 def plan_name(plan: Plan) -> str:
-    """What a plan is called, such as `DP 8 + ZeRO-1`."""
+    """A plan's name, such as `DP 8 + ZeRO-1`."""
     from penstock.search import short_name
 
     shares = plan.micro_batching.per_replica
@@ -64,7 +64,7 @@ def ranks_words(groups: Sequence[Sequence[int]]) -> str:
 
 
 def recomputed_words(plan: Plan, model: Model) -> str:
-    """What is computed again in backward passes, as `layers 3–19: attention`."""
+    """Words for what is recomputed in backward passes, as `layers 3–19: attention`."""
     from penstock.plans.texts import described_ops
 
     return described_ops(model, (op for stage in plan.stages for first, last in stage.pattern() for op in range(first, last))) or "-"
@@ -94,7 +94,7 @@ def plan_sentence(plan: Plan, found: Estimate, error: float = 0.0, bound_s: floa
 
 
 def next_steps(plan: Plan, model: Model, path: Path | None, data: str = "DIR") -> str:
-    """What to do with a plan that was written to `path`."""
+    """The commands that make use of a plan that was written to `path`."""
     from penstock.plans.capabilities import unsupported
 
     if path is None:

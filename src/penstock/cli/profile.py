@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli.console import JsonFlag, out, print_json, progress, table
 from penstock.cli.options import BIG, file_to_go_on_with, within
-from penstock.errors import plural
+from penstock.errors import InputError, near_misses, plural
+
+if TYPE_CHECKING:
+    from penstock.costs.profile import BesidePoint
+    from penstock.models.ops import Model
+    from penstock.profiling.run import Profiler
+    from penstock.profiling.units import Unit
 
 __all__ = ["profile"]
 
@@ -68,24 +75,25 @@ def profile(
         return
     units = profiler.units(models, degrees, loads)
     if models and not units and not profiler.here.series:
-        from penstock.errors import InputError
-
         raise InputError(f"--tp is '{tp}', which divides no op of {', '.join(known.name for known in models)}. Use 1, or powers of two.")
-    with progress("profiling", len(units), quiet=json) as bar:
+    left = _measure(profiler, units, time_budget, quiet=json)
+    profiler.profile.write(path)
+    _tell(profiler, path, left, json)
+
+
+def _measure(profiler: Profiler, units: Sequence[Unit], time_budget_s: float, *, quiet: bool) -> int:
+    """Measures units until the time budget (0: none) is spent; how many are left."""
+    with progress("profiling", len(units), quiet=quiet) as bar:
 
         def report(name: str) -> None:
             bar.describe(name)
             bar.advance()
 
-        done = profiler.run(units, time_budget_s=time_budget or float("inf"), progress=report)
-    profiler.profile.write(path)
-    _tell(profiler, path, len(units) - done, json)
+        return len(units) - profiler.run(units, time_budget_s=time_budget_s or float("inf"), progress=report)
 
 
 def _check_request(path: str, has_work: bool) -> None:
     """Refuses what could only fail, or do nothing, later."""
-    from penstock.errors import InputError
-
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"--out is '{path}', which is not a file; the name of a file (.json, .json.gz) was expected.")
     if not has_work and "WORLD_SIZE" not in os.environ and not os.path.exists(path):
@@ -93,8 +101,6 @@ def _check_request(path: str, has_work: bool) -> None:
 
 
 def _degrees(text: str) -> list[int]:
-    from penstock.errors import InputError
-
     try:
         degrees = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -105,7 +111,6 @@ def _degrees(text: str) -> list[int]:
 
 
 def _loads(text: str) -> list[float]:
-    from penstock.errors import InputError
     from penstock.processes.burners import MAX_FACTOR
 
     try:
@@ -117,8 +122,8 @@ def _loads(text: str) -> list[float]:
     return loads
 
 
-def _models(names: list[str], device: str) -> list:  # type: ignore[type-arg]
-    """In the precision that a search for this machine would choose."""
+def _models(names: list[str], device: str) -> list[Model]:
+    """The models in the precision that a search for this machine would choose."""
     from penstock.clusters import resolve_cluster
     from penstock.models import resolve_model
     from penstock.plans.precision import chosen_precision
@@ -128,8 +133,6 @@ def _models(names: list[str], device: str) -> list:  # type: ignore[type-arg]
 
 
 def _check_device(device: str) -> None:
-    from penstock.errors import InputError, near_misses
-
     if device not in ("cpu", "cuda"):
         raise InputError(f"--device is '{device}'. {near_misses(device, ('cpu', 'cuda'))}")
     if device == "cuda":
@@ -139,7 +142,7 @@ def _check_device(device: str) -> None:
             raise InputError("--device is 'cuda', but torch sees no GPU here. Check the driver with nvidia-smi, or use --device cpu.")
 
 
-def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[no-untyped-def]
+def _tell(profiler: Profiler, path: str, left: int, json: bool) -> None:
     here = profiler.here
     errors = [abs(error) for _, error in here.held_out]
     mean, worst = (sum(errors) / len(errors), max(errors)) if errors else (0.0, 0.0)
@@ -165,8 +168,8 @@ def _tell(profiler, path: str, left: int, json: bool) -> None:  # type: ignore[n
         out().print(f"{plural(left, 'unit')} of work left: run the same command again to go on.")
 
 
-def _slower(points) -> dict[float, dict[str, float]]:  # type: ignore[no-untyped-def]
-    """How many times as long each class of ops takes beside each load, all models together."""
+def _slower(points: Iterable[BesidePoint]) -> dict[float, dict[str, float]]:
+    """The slow-down of each class of ops beside each load, all models together."""
     found: dict[float, dict[str, float]] = {}
     for load, op_class in {(point.load, point.op_class) for point in points}:
         own = [point for point in points if (point.load, point.op_class) == (load, op_class)]

@@ -127,7 +127,7 @@ def search(
 
 
 def _required(cluster: str, global_batch: int | None) -> tuple[str, int]:
-    """What only other planners' tables do without."""
+    """Refuses a search without cluster or global batch, which only other planners' tables do without."""
     if not cluster or global_batch is None:
         missing, hint = ("--cluster", "4xa100-40gb") if not cluster else ("--global-batch", "64")
         raise InputError(f"{missing} is missing. Give it, as in `{missing} {hint}`.")

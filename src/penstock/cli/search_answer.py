@@ -73,7 +73,7 @@ class SearchAnswer:
             say(f"wrote {', '.join(map(str, self.files))}.")
 
     def _notes(self) -> list[str]:
-        """What a reader of the first plan should know of it."""
+        """Notes on the first plan."""
         from penstock.plans.references import cluster_of
         from penstock.plans.remarks import idle_devices
 
@@ -110,7 +110,7 @@ def why_first(plan: Plan, time_s: float, fastest: Plan, fastest_s: float, source
 
 
 def _baseline_choices(request: Request) -> list[tuple[Baseline, Choice | None]]:
-    """What simpler searches find."""
+    """Plans of simpler searches."""
     from penstock.search import BASELINES, best_of
 
     return [(baseline, best_of(baseline, request)) for baseline in BASELINES]
@@ -139,7 +139,7 @@ def _baselines_table(request: Request, outcome: Outcome) -> FittedTable:
 
 
 def proof_rows(outcome: Outcome) -> list[dict[str, Any]]:
-    """How far each part of the space was excluded, the weakest first."""
+    """Rows on how far each part of the space was excluded, the weakest first."""
     return [
         {"replicas": line.replicas, "micro_batch": line.micro_batch, "max_stages": line.subspace.max_stages,
          "devices_of_a_stage": sorted({option.num_devices for option in line.subspace.options}), "by_ops_s": line.by_ops_s,

@@ -34,7 +34,7 @@ class Trail:
 
 
 def record_path(path: Path) -> Path:
-    """Where the record of a search is whose best plan is in `path`."""
+    """The file of the record of a search whose best plan is in `path`."""
     return path.with_name(f"{path.stem}.search.json")
 
 
@@ -60,7 +60,7 @@ def write_record(path: Path, asked: Mapping[str, Any], answer: SearchAnswer, tra
 
 
 def _because(choice: Choice, best: Choice) -> list[dict[str, Any]]:
-    """Where a plan's iteration differs from the first one's, by the parts of `Estimate.shares`, the largest loss first."""
+    """Words for where a plan's iteration differs from the first one's, by the parts of `Estimate.shares`, the largest loss first."""
     mine = dict(best.estimate.shares())
     parts = [(name, time_s - mine.get(name, 0.0)) for name, time_s in choice.estimate.shares()]
     return [{"part": name, "longer_s": longer_s} for name, longer_s in sorted(parts, key=lambda part: -part[1]) if longer_s]

@@ -27,7 +27,7 @@ _WITHOUT_LENGTHS = ("micro-batches", "objective", "proof", "for", "max-hops")
 
 @dataclass(frozen=True)
 class Systems:
-    """What is asked of plans for the sake of systems other than Penstock."""
+    """The other systems that `--for` and `--export` name, and what they cannot take."""
 
     planned: str
     """What `--for` names."""
@@ -128,7 +128,7 @@ class Systems:
 
 
 def _target(text: str) -> Target | None:
-    """What `--export` names."""
+    """Parses `--export`."""
     from penstock.cli.export import WEIGHTS, parse_target
 
     target = parse_target(text, "--export") if text else None

@@ -81,7 +81,7 @@ def simulate(
 
 
 def _order_row(subject: SimulatedReplica, run: Execution) -> dict[str, Any]:
-    """What there is to compare orders by."""
+    """The figures by which orders are compared."""
     busiest_s = float(max(run.device_busy_s()))
     return {
         "order": subject.order,
@@ -102,7 +102,7 @@ def _show_orders(rows: list[dict[str, Any]]) -> None:
 
 
 def _devices(subject: SimulatedReplica, run: Execution) -> list[dict[str, Any]]:
-    """What is told of each device."""
+    """The figures of each device."""
     from penstock.timing.order_memory import in_flight
 
     held, number = in_flight(run.schedule), subject.num_batches
@@ -140,7 +140,7 @@ def _show(path: str, subject: SimulatedReplica, run: Execution, verbose: bool) -
 
 
 def _sentences(subject: SimulatedReplica, run: Execution) -> list[str]:
-    """How long it takes, how much of that is waiting, how full devices get; by formula beside it."""
+    """Sentences on how long it takes, how much of that is waiting, and how full devices get."""
     rows = _devices(subject, run)
     fullest = max(rows, key=lambda row: row["peak_bytes"] / row["limit_bytes"])
     idle = sum(row["bubble_share"] for row in rows) / len(rows)

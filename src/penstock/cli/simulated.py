@@ -26,7 +26,7 @@ __all__ = ["SimulatedReplica", "subjects"]
 
 @dataclass(frozen=True)
 class _Words:
-    """What is told of a plan, or of a configuration of another system."""
+    """Words for a plan, or for a configuration of another system."""
 
     title: str
     """Which model on which devices."""
@@ -39,7 +39,7 @@ class _Words:
 
 @dataclass(frozen=True)
 class SimulatedReplica:
-    """What is simulated: one replica."""
+    """The replica that is simulated."""
 
     words: _Words
     order: str
@@ -61,7 +61,7 @@ class SimulatedReplica:
 def subjects(
     plan: Path | None, costs: str | None, lengths: Path | None, batch: Path | None, schedule: str | None, ways: BatchWays
 ) -> tuple[SimulatedReplica, SimulatedReplica]:
-    """What the options ask for: in the plan's own order, and in the order that `schedule` names (the same without one)."""
+    """The replica that the options ask for: in the plan's own order, and in the order that `schedule` names (the same without one)."""
     from penstock.batching.ways import BatchWays
 
     if lengths is not None and batch is not None:

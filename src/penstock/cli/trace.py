@@ -80,8 +80,8 @@ def _chosen(text: str, known: list[int], run: Path) -> list[int]:
 
 
 def _predicted(run: Path, plans: Mapping[int, Plan], steps: Mapping[int, int]) -> Predictions | None:
-    """What the plan in force in each step expects of every rank, with the micro-batches that the step had; None, with a note, where nobody
-    can say. `steps` has the first step of that plan, by which `plans` has it."""
+    """Predicts every rank's spans under the plan in force in each step, with the micro-batches that the step had; None, with a
+    note, where nobody can say. `steps` has the first step of that plan, by which `plans` has it."""
     from penstock.plans.ranks import device_of_ranks
     from penstock.runtime.run_predictions import predicted_executions
     from penstock.runtime.telemetry.spans_trace import predicted_spans

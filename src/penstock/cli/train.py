@@ -23,7 +23,7 @@ from penstock.processes.fork_server import warm_up
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.interrupts import Interrupted
-    from penstock.runtime.request import NodePlace, StepTold, TrainResult
+    from penstock.runtime.request import NodePlace, StepReport, TrainResult
     from penstock.runtime.telemetry.predicting import PredictedSteps
     from penstock.runtime.trainer import PlanTrainer
     from penstock.timing.disturbance import Disturbance
@@ -188,7 +188,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
     verb = "rehearsing" if request.device == "timed" else "training"
     with progress(verb, request.steps - trainer.first_step, quiet=json or not first) as bar:
 
-        def told(step: StepTold) -> None:
+        def told(step: StepReport) -> None:
             busy = "" if step.gpu_utilisation is None else f", GPU {step.gpu_utilisation:.0%} busy"
             loss = "" if step.loss is None else f"loss {step.loss:.4f}, "
             bar.describe(f"{loss}{format_count(step.tokens_per_s)} {unit}/s{busy}")

@@ -45,13 +45,13 @@ def run_job(file: Path | None, options: Mapping[str, Any], texts: Sequence[str],
         return
     trainer = found.trainer()
     if first and not json:
-        say(*told(found))
+        say(*findings(found))
     go_on = "the same command goes on from there"
     run_training(trainer, compare=compare, json=json, go_on=go_on, more=_facts(found))
 
 
-def told(found: ReadyJob) -> Iterator[str]:
-    """What was found out, a line for each thing that one would ask."""
+def findings(found: ReadyJob) -> Iterator[str]:
+    """Lines on what was found out, one for each thing that one would ask."""
     from penstock.plans.precision import described_training
     from penstock.plans.references import cluster_of
     from penstock.search import short_name
@@ -75,7 +75,7 @@ def told(found: ReadyJob) -> Iterator[str]:
 
 
 def _times(found: ReadyJob) -> Iterator[str]:
-    """What a step takes, what devices hold, how far that is from the best possible, and what else was found."""
+    """Words on what a step takes, what devices hold, how far that is from the best possible, and what else was found."""
     from penstock.search import short_name
 
     steps, unit = (found.job.train.steps or 0) - found.first_step, "tokens" if found.model.seq_length else "images"

@@ -90,7 +90,7 @@ class GlobalBatches:
         return GlobalBatch(step, start // self.mixture.epoch_size, samples, self._truncated(samples))
 
     def state(self, step: int) -> dict[str, int]:
-        """What a checkpoint keeps, so that a run can go on at `step` at once."""
+        """State for a checkpoint, so that a run can go on at `step` at once."""
         return {"step": step, "position": self._bounds(step)[0], "seed": self.mixture.seed, "epoch_size": self.mixture.epoch_size}
 
     def restore(self, state: Mapping[str, int]) -> None:

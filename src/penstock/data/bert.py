@@ -87,7 +87,7 @@ class _Output:
 
 
 def _size(path: Path) -> int:
-    """How many samples a shard has, which must have all parts and those of one size."""
+    """The number of samples in a shard, which must have all parts and those of one size."""
     with _file(path) as file:
         missing = [name for name in _FIELDS if name not in file]
         if missing:

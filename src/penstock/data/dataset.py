@@ -106,7 +106,7 @@ def open_data(folder: str | Path, split: str = "train") -> DataSet:
 
 
 def lengths_file(folder: Path, split: str, side: str) -> Path:
-    """Where a folder without contents has the lengths of a side."""
+    """The file of a side's lengths in a folder without contents."""
     return folder / f"{split}_{side}.lengths.npy.gz"
 
 

@@ -32,7 +32,7 @@ class FilledPositions:
 
 
 def sample_limits(form: SampleForm, longest: int, longest_dec: int) -> Limits:
-    """What samples may have so that they fill no more than `longest` (and, in a decoder beside an encoder, `longest_dec`) positions."""
+    """The most that samples may have so that they fill no more than `longest` (beside an encoder, `longest_dec`) positions."""
     if form.kind == "images":
         return NO_LIMITS
     if form.kind == "encoder-decoder":
@@ -43,7 +43,7 @@ def sample_limits(form: SampleForm, longest: int, longest_dec: int) -> Limits:
 
 
 def filled_positions(form: SampleForm, data: DataSet, longest: int, longest_dec: int) -> FilledPositions:
-    """What all samples of a data set fill, from its index alone."""
+    """The positions that each sample of a data set fills, from its index alone."""
     columns = [np.asarray(side) for side in data.lengths]
     kept = sample_limits(form, longest, longest_dec).kept(columns)
     cut = np.any([side > part for side, part in zip(columns, kept, strict=True)], axis=0)

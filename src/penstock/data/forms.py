@@ -28,7 +28,7 @@ Ints = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class SampleForm:
-    """How samples of a data set enter a model."""
+    """The form in which samples of a data set enter a model."""
 
     kind: Kind
     paired: bool = True
@@ -46,7 +46,7 @@ class SampleForm:
         return lengths[:, 0].astype(np.int64), nothing
 
     def counted(self, input_length: int, positions: int, dec_positions: int) -> int:
-        """How many positions of a sample of text count in the loss."""
+        """The number of positions of a sample of text that count in the loss."""
         if self.kind == "encoder-decoder":
             return dec_positions
         if self.paired and not self.prompt_loss:  # label j is token j, a part of the target from the input's length on

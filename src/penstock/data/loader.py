@@ -119,7 +119,7 @@ class ProgramLoader:
         self.close()
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps: the next iteration, and where its batch begins."""
+        """State for a checkpoint: the next iteration, and where its batch begins."""
         return self.batches.state(self.step)
 
     def coming(self) -> LoadedProgram | None:
@@ -199,7 +199,7 @@ class _Feed:
 
     @property
     def first(self) -> LoadedProgram | None:
-        """What `next` would give, if it would not wait."""
+        """The program that `next` would give without waiting."""
         with self._ready.mutex:
             found = self._ready.queue[0] if self._ready.queue else None
         return found[0] if isinstance(found, tuple) else None

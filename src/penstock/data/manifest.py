@@ -19,7 +19,7 @@ _VERSION = 1
 
 
 class TaskRange(msgspec.Struct, frozen=True):
-    """Where the samples of one task lie in a split."""
+    """The range of one task's samples in a split."""
 
     name: str
     start: int

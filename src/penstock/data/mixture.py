@@ -27,7 +27,7 @@ class Task:
 
     @property
     def size(self) -> int:
-        """How many samples it has."""
+        """The number of its samples."""
         return self.stop - self.start
 
 
@@ -63,7 +63,7 @@ class Mixture:
         return sum(task.size for task in self.tasks)
 
     def shares(self) -> list[int]:
-        """How many positions of an epoch each task has; they sum to its size."""
+        """The number of positions of an epoch that each task has; they sum to its size."""
         if all(task.weight is None for task in self.tasks):
             return [task.size for task in self.tasks]
         return apportion(self.epoch_size, [task.weight or 0.0 for task in self.tasks])

@@ -120,7 +120,7 @@ def open_entry(entry: bytes, where: str) -> Any:
 
 
 def run_planner(source: BatchSource, planner: ProgramPlanner, address: str, job: Job, index: int, count: int, watch: Any) -> None:
-    """What planner process `index` of `count` does until it is ended: it plans its share of the iterations.
+    """Runs planner process `index` of `count`, which plans its share of the iterations until it is ended.
 
     `watch` tells its supervisor that it lives, what it is at, and since when.
     """

@@ -52,7 +52,7 @@ class LoadedMicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class LoadedProgram:
-    """What a rank gets at once: a program, and the samples that the program loads. Unpacks as `micro_batches, program`."""
+    """One delivery to a rank: a program, and the samples that the program loads. Unpacks as `micro_batches, program`."""
 
     micro_batches: list[LoadedMicroBatch]
     program: Program

@@ -21,7 +21,7 @@ _PIECE_BYTES = 1 << 22
 
 
 def cache_folder(kind: str) -> Path:
-    """Where things of a kind are kept: under PENSTOCK_CACHE, or in the user's cache."""
+    """The folder in which things of a kind are kept: under PENSTOCK_CACHE, or in the user's cache."""
     given = os.environ.get(CACHE_VARIABLE)
     home = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
     return home / kind

@@ -118,7 +118,7 @@ class DynamicLoader:
             yield step, [found for micro in loaded.program.micro_batches if (found := self._dict(loaded, micro))]
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps: the next step, and which batches these are."""
+        """State for a checkpoint: the next step, and which batches these are."""
         return self._batches.state(self.step)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

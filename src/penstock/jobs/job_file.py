@@ -216,7 +216,7 @@ def job_from(values: Mapping[str, Any], changes: Mapping[str, Any], where: str) 
 
 
 def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
-    """What `--set train.lr=1e-5` means: dotted names and YAML values."""
+    """Parses `--set train.lr=1e-5`: dotted names and YAML values."""
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -256,7 +256,7 @@ def anywhere(job: JobFile) -> JobFile:
 
 
 def absolute_source(text: str) -> str:
-    """Where a model comes from, as `module:/home/me/net.py:make` for `module:net.py:make`."""
+    """A model's source with its whole path, as `module:/home/me/net.py:make` for `module:net.py:make`."""
     if text.startswith("module:"):
         name, colon, function = text.removeprefix("module:").rpartition(":")
         return f"module:{_absolute(name)}{colon}{function}"

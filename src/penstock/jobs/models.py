@@ -8,7 +8,7 @@ __all__ = ["first_weights"]
 
 
 def first_weights(source: str, asked: str) -> str:
-    """What a run begins with, as `TrainRequest.weights` takes it: empty for random weights."""
+    """The weights that a run begins with, as `TrainRequest.weights` takes it: empty for random weights."""
     if asked != "auto":
         return "" if asked == "none" else asked
     folder = hf_folder(source)

@@ -52,7 +52,7 @@ class FoundPlan:
 
     @property
     def gap(self) -> float:
-        """How far it is above that, at most, as a share."""
+        """Its distance above that at most, as a share."""
         return max(0.0, self.time_s / self.bound_s - 1) if self.bound_s else math.inf
 
 
@@ -83,7 +83,7 @@ class FoundPlans:
 
 @dataclass(frozen=True)
 class PlanQuestion:
-    """What plans are asked for."""
+    """A question for plans: model, cluster, costs and limits."""
 
     model: Model
     source: str

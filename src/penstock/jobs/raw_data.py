@@ -50,7 +50,7 @@ class PreparedData:
 
     @property
     def folder(self) -> str:
-        """Where they are."""
+        """Their folder."""
         return str(self.data.folder)
 
 
@@ -154,7 +154,7 @@ def _own_tokenizer(model: Model, source: str, keeps_weights: bool) -> str | None
 
 
 def _tokenizer_files(path: str) -> list[Path]:
-    """What decides a tokenizer: its file, or the files of that kind in a folder."""
+    """The files that decide a tokenizer: its own, or the files of that kind in a folder."""
     given = Path(path)
     if not given.is_dir():
         return [given]
@@ -162,7 +162,7 @@ def _tokenizer_files(path: str) -> list[Path]:
 
 
 def _template_files(path: str) -> list[Path]:
-    """What decides how chats are written out."""
+    """The files that decide how chats are written out."""
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     return [folder / name for name in TEMPLATE_FILES if (folder / name).is_file()]
 

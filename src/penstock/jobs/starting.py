@@ -66,7 +66,7 @@ class ReadyJob:
     resume: str
 
     def trainer(self) -> PlanTrainer:
-        """What trains it; the run's folder has the job from now on."""
+        """The job's trainer; the run's folder has the job from now on."""
         job = self.job
         weights = "" if self.resume else first_weights(found_source(job.model.source), job.model.weights)
         request = training_request(
@@ -124,7 +124,7 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
         )
     kept = None if before is None else changed(before, whole)
     plan = own_plan or _kept_plan(job.out, kept, place)
-    found, about = None, "as the plan says" if plan is None else plan.costs
+    found, about = None, "" if plan is None else plan.costs
     if plan is None:
         progress("measuring costs")
         costs, about = chosen_costs(job.plan.costs, model, cluster, source)
@@ -172,7 +172,7 @@ def training_request(
     prompt_loss: bool = False, disturbance: Disturbance | None = None, node: NodePlace | None = None,
     spares: int = 0,
 ) -> TrainRequest:  # fmt: skip
-    """What the runtime is told of a plan, prepared data and the fields of a job."""
+    """The runtime's request of a plan, prepared data and the fields of a job."""
     from penstock.runtime.request import PlanningSettings, TrainRequest
     from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
     from penstock.timing.disturbance import Disturbance

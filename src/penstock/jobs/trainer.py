@@ -19,7 +19,7 @@ from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_to_dict, write_plan
 
 if TYPE_CHECKING:
-    from penstock.runtime.request import StepTold, TrainResult
+    from penstock.runtime.request import StepReport, TrainResult
 
 __all__ = ["Trainer", "train"]
 
@@ -72,7 +72,7 @@ class Trainer:
 
     @property
     def plan(self) -> Plan:
-        """What was chosen; printing it says why."""
+        """The chosen plan; printing it says why."""
         return self._ready.plan
 
     @property
@@ -97,7 +97,7 @@ def _run(found: ReadyJob, callbacks: Sequence[Any]) -> TrainResult:
     trainer, under_torchrun = found.trainer(), "WORLD_SIZE" in os.environ and "RANK" in os.environ
     heard = _Heard(found, callbacks)
     heard.call("on_train_begin")
-    result: TrainResult = (trainer.join if under_torchrun else trainer.train)(heard.told)
+    result: TrainResult = (trainer.join if under_torchrun else trainer.train)(heard.hear)
     heard.call("on_train_end")
     return result
 
@@ -125,7 +125,7 @@ class _Heard:
             none = dict.fromkeys(("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
             self.control = getattr(callback, event)(self.args, self.state, self.control, **none, **more) or self.control
 
-    def told(self, step: StepTold) -> None:
+    def hear(self, step: StepReport) -> None:
         """A step is done."""
         if not self._callbacks:
             return

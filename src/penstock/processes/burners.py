@@ -36,7 +36,7 @@ _LARGE = 4096
 
 
 def waited_ns(pid: int) -> tuple[int, int] | None:
-    """How long the main thread of a process has run, and how long it was ready to run but had no core; None where nobody says."""
+    """Nanoseconds that the main thread of a process has run, and that it was ready to run but had no core; None where nobody says."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/task/{pid}/schedstat").read_text(encoding="ascii").split()
     except (OSError, ValueError):
@@ -60,7 +60,7 @@ class Steering:
 
     @property
     def reached(self) -> float | None:
-        """How many times as long as before the victim took lately; None where nobody has said."""
+        """The victim's slow-down lately, over before; None where nobody has said."""
         return statistics.median(self._seen) if self._seen else None
 
     def steer(self, slower: float, gain: float = 0.5) -> float:
@@ -72,7 +72,7 @@ class Steering:
         return self.share
 
     def calm(self, before: tuple[int, int] | None, after: tuple[int, int] | None) -> None:
-        """What the victim ran and waited before and after a while without burners."""
+        """Takes what the victim ran and waited before and after a while without burners."""
         self._usual, self._before = _slower(before, after), after
 
     def update(self, now: tuple[int, int] | None) -> float:
@@ -82,7 +82,7 @@ class Steering:
 
 
 def _slower(before: tuple[int, int] | None, after: tuple[int, int] | None) -> float | None:
-    """How many times as long as its own work a thread took; None where it did too little to say."""
+    """The slow-down of a thread over its own work; None where it did too little to say."""
     if before is None or after is None or after[0] - before[0] < 5_000_000:
         return None
     return 1.0 + (after[1] - before[1]) / (after[0] - before[0])
@@ -105,7 +105,7 @@ class Burners:
         return [process.pid for process in self._processes]
 
     def set(self, share: float) -> None:
-        """How much of the time they are busy."""
+        """Sets the share of the time for which they are busy."""
         for process in self._processes:
             assert process.stdin is not None
             with suppress(BrokenPipeError):  # one that has ended is told of by `failed`
@@ -133,7 +133,7 @@ class Burners:
 
 
 class _Share:
-    """What a burner was told last."""
+    """The share of the time that a burner was told last."""
 
     def __init__(self) -> None:
         self.now = 0.0

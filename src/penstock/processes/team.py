@@ -51,7 +51,7 @@ class Team(Generic[Item, Answer]):
             self._dismiss(connection)
 
     def each(self, items: Sequence[Item], told: Callable[[Item], None] = lambda item: None) -> list[Answer]:
-        """What `work` makes of each item, in their order; `told` hears of each when it is begun. Members begin with the last: where items
+        """Maps `work` over items, in their order; `told` hears of each when it is begun. Members begin with the last: where items
         grow, a large one should not be all that is left."""
         found: dict[int, Answer] = {}
         if self._size > 1 and len(items) >= self._least:
@@ -80,7 +80,7 @@ class Team(Generic[Item, Answer]):
                     found[at] = answer[0]
 
     def _heard(self, connection: Connection) -> tuple[Answer] | tuple[()]:
-        """What a member says: its answer, or nothing if it has failed, or has just begun; one that has died is dismissed."""
+        """Handles a member's message: its answer, or nothing if it has failed, or has just begun; one that has died is dismissed."""
         try:
             answer: tuple[Answer] | tuple[()] = connection.recv()
         except (EOFError, OSError):

@@ -14,6 +14,11 @@ __all__ = [
     "GridLimits", "Lengths", "attention_grid", "mixed_lengths", "refine", "spread_lengths", "sweep_lengths", "sweep_size", "usual_lengths",
 ]  # fmt: skip
 
+_RATIO = 4
+"""Sizes of the coarse grid are so many times as large as those before."""
+_STRAIGHT = 0.02
+"""An interval whose middle lies no further from a straight line is not halved again."""
+
 
 @dataclass(frozen=True)
 class GridLimits:
@@ -111,10 +116,9 @@ def attention_grid(limits: GridLimits, longest: int, fine: bool = True) -> list[
 
 
 def refine(
-    low: int, high: int, measure: Callable[[int], float | None], *, ratio: int = 4, depth: int = 2, tolerance: float = 0.02,
-    snap: Callable[[int], int] = int,
+    low: int, high: int, measure: Callable[[int], float | None], *, depth: int = 2, snap: Callable[[int], int] = int
 ) -> list[tuple[int, float]]:  # fmt: skip
-    """Measures sizes from `low` to `high` by factors of `ratio`, then halves (on a log axis) the intervals that bend.
+    """Measures sizes from `low` to `high` by factors of 4, then halves (on a log axis) the intervals that bend, `depth` times at most.
 
     `measure(size)` returns a time, or None where memory does not suffice; larger sizes are then left out. `snap` gives the
     size that can really be measured for one that is wanted. Returned are the sizes of midpoints with the relative error of the
@@ -128,18 +132,18 @@ def refine(
             if time_s is None:
                 break
             known[snap(size)] = time_s
-        size *= ratio
+        size *= _RATIO
     errors: list[tuple[int, float]] = []
     sizes = sorted(known)
     for first, second in pairwise(sizes):
-        errors += _halve(first, second, known, measure, depth, tolerance, snap)
+        errors += _halve(first, second, known, measure, depth, snap)
     return errors
 
 
 def _halve(
-    first: int, second: int, known: dict[int, float], measure: Callable[[int], float | None], depth: int, tolerance: float,
-    snap: Callable[[int], int],
-) -> list[tuple[int, float]]:  # fmt: skip
+    first: int, second: int, known: dict[int, float], measure: Callable[[int], float | None], depth: int, snap: Callable[[int], int]
+) -> list[tuple[int, float]]:
+    """Measures the middle of an interval, and those of its halves where the straight line missed it; sizes with relative errors."""
     middle = snap(round(math.sqrt(first * second)))
     if depth == 0 or not first < middle < second:
         return []
@@ -151,7 +155,7 @@ def _halve(
     known[middle] = time_s
     error = predicted / time_s - 1
     errors = [(middle, error)]
-    if abs(error) > tolerance:
+    if abs(error) > _STRAIGHT:
         for a, b in ((first, middle), (middle, second)):
-            errors += _halve(a, b, known, measure, depth - 1, tolerance, snap)
+            errors += _halve(a, b, known, measure, depth - 1, snap)
     return errors

@@ -34,12 +34,12 @@ class CudaTimes:
         return first[0].elapsed_time(second[0]) * 1e-3
 
     def host_between(self, first: tuple[torch.cuda.Event, float], second: tuple[torch.cuda.Event, float]) -> float:
-        """How long the host took to issue what lies between."""
+        """Seconds that the host took to issue what lies between."""
         return max(second[1] - first[1] - self.mark_s, 0.0)
 
     @functools.cached_property
     def mark_s(self) -> float:
-        """What setting a mark costs the host."""
+        """Seconds that setting a mark takes the host."""
         start = time.perf_counter()
         for _ in range(200):
             self.mark()
@@ -74,7 +74,7 @@ class CpuTimes:
 
 
 class CudaBytes:
-    """What the allocator holds at each mark, and its peak since the mark before; its books are kept on the host."""
+    """Marks that record the allocator's bytes, and their peak since the mark before; its books are kept on the host."""
 
     def mark(self) -> tuple[int, int]:
         reading = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()

@@ -95,7 +95,7 @@ class Profiler:
 
     @property
     def here(self) -> DeviceProfile:
-        """What is known of this machine's device."""
+        """The profile of this machine's device."""
         return self.profile.devices[self.name]
 
     def units(self, models: Sequence[Model], tps: Sequence[int], loads: Sequence[float] = ()) -> list[Unit]:
@@ -302,7 +302,7 @@ class Profiler:
         return sums
 
     def _compare_whole(self, unit: Unit) -> None:
-        """How the chain as a whole compares with the sum of its parts."""
+        """Compares the chain as a whole with the sum of its parts."""
         model = unit.model if self._fits(unit.model) else unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         hold_gradients(chain.parameters())
@@ -320,7 +320,7 @@ class Profiler:
 
 
 def _unrest(found: Sequence[OpMeasure]) -> float:
-    """How far the repeats of a measurement lie apart, weighted by time."""
+    """The spread of the repeats of a measurement, weighted by time."""
     total = sum(m.forward_s + m.backward_s for m in found)
     return sum(m.spread * (m.forward_s + m.backward_s) for m in found) / max(total, 1e-12)
 

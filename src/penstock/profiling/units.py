@@ -37,7 +37,7 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """How the unit is remembered as done."""
+        """The name under which the unit is remembered as done."""
         load = f" {self.load:g} busy" if self.load else ""
         return f"{self.model.name} {self.model.dtype} {self.sweep} tp{self.tp} algo{self.algo} {self.layout}{load}"
 

@@ -46,7 +46,7 @@ class WholeChain:
     device: torch.device
 
     def factors(self, smallest: Lengths, round_number: int) -> WholeFactors:
-        """What one round says; `smallest` is the work that a host takes longest for, beside the device."""
+        """The factors by one round; `smallest` is the work that a host takes longest for, beside the device."""
         small = random_model_batch(self.model, smallest, self.device)
         flags = range(1, len(self.chain.places) - 3)
         plain_s, again_s = self._calmest_s(small, ((), flags))

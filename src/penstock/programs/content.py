@@ -118,7 +118,7 @@ class _Content:
             yield Problem(program.rank, at, f"stage {step.stage} hands on {_shown(step.tensors)}, the model {_shown(wanted)}")
 
     def _transfer_problems(self, transfer: Transfer) -> Iterator[Problem]:
-        """What leaves one tensor is what enters the other: the same rows and columns of the whole."""
+        """Checks that what leaves one tensor enters the other: the same rows and columns of the whole."""
         send, cut, m = transfer.send, transfer.send.cut, transfer.send.micro_batch
         gradient = send.what == "gradient"
         sides = (self.entries[cut + 1], self.exits[cut]) if gradient else (self.exits[cut], self.entries[cut + 1])

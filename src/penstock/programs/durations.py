@@ -69,6 +69,6 @@ def _work(model: Model, stage: Stage) -> Floats:
 
 
 def durations_of(weights: StageWeights, micro_batches: Sequence[MicroBatch]) -> list[list[list[float]]]:
-    """How long every action takes, as [kind][stage][micro-batch] with the kinds F, B, I and W; in the unit of `weights`."""
+    """The duration of every action, as [kind][stage][micro-batch] with the kinds F, B, I and W; in the unit of `weights`."""
     found: list[list[list[float]]] = (weights @ feature_matrix([micro.shape() for micro in micro_batches]).T).tolist()
     return found

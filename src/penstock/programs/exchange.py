@@ -138,7 +138,7 @@ def _group_problems(
 
 
 def _tied_problems(programs: Sequence[i.Program]) -> Iterator[Problem]:
-    """What one end of a shared weight sends, the other receives."""
+    """Checks that what one end of a shared weight sends, the other receives."""
     sent: dict[tuple[str, int, int, int, int], list[int | None]] = defaultdict(list)
     got: dict[tuple[str, int, int, int, int], list[int | None]] = defaultdict(list)
     at: dict[tuple[str, int], int] = {}

@@ -25,7 +25,7 @@ _Key = tuple[i.Transferred, int, int]
 
 @dataclass(slots=True)
 class _Buffer:
-    """What lies in a buffer."""
+    """The content of a buffer."""
 
     kind: str
     """`batch`, `received` or `result`."""
@@ -47,7 +47,7 @@ def follow(program: i.Program) -> list[Problem]:
 
 
 class _Flow:
-    """What a program has done so far. A method for each kind of instruction says what is wrong with it, and notes what it did."""
+    """A program as far as it was followed. A method for each kind of instruction says what is wrong with it, and notes what it did."""
 
     def __init__(self, program: i.Program) -> None:
         self.program = program
@@ -105,7 +105,7 @@ class _Flow:
         self.problems.append(Problem(self.program.rank, self.at, text))
 
     def _finish(self) -> None:
-        """What is missing at the end."""
+        """Reports what is missing at the end."""
         final = "done" if self.program.training else "forward"
         for stage, m in sorted(self.owed):
             if self.state.get((stage, m)) != final:
@@ -153,7 +153,7 @@ class _Flow:
         return None
 
     def source(self, number: int | None, key: _Key) -> _Buffer | None:
-        """What was received for a pass, or handed over by a neighbouring stage on this rank, complete."""
+        """The content that was received for a pass, or handed over by a neighbouring stage on this rank, complete."""
         found = None if number is None else self.buffers.get(number)
         if found is not None and found.kind == "result" and found.key == key and self._handed_over(key):
             return found

@@ -99,7 +99,7 @@ def _sample_problems(programs: Sequence[Program]) -> Iterator[Problem]:
 
 
 def _micro_batch_problems(micro: MicroBatch, degrees: set[int]) -> Iterator[str]:
-    """Where a micro-batch contradicts itself, or lacks the shares of ranks for one of these degrees of dp."""
+    """Finds where a micro-batch contradicts itself, or lacks the shares of ranks for one of these degrees of dp."""
     count = len(micro.samples)
     if not count:
         yield "has no samples"

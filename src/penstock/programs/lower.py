@@ -70,7 +70,7 @@ def _totals(work: Sequence[ReplicaWork]) -> tuple[int, int]:
 
 
 class _Common:
-    """What all replicas share: cuts, sides, what each stage reads."""
+    """Facts that all replicas share: cuts, sides, what each stage reads."""
 
     def __init__(self, plan: Plan, model: Model, training: bool, depth: int) -> None:
         self.plan, self.model, self.training, self.depth = plan, model, training, depth
@@ -218,7 +218,7 @@ class _Replica:
         return found
 
     def tensors(self, stage: int, m: int, index: int, forward: bool) -> tuple[i.Tensor, ...]:
-        """What a pass of a stage hands on: the carry that leaves it, or the gradient of the one that entered."""
+        """The tensors that a pass of a stage hands on: the carry that leaves it, or the gradient of the one that entered."""
         common = self.common
         if forward:
             return self.layout(common.exits[stage], m).tensors(common.carries[stage], index)
@@ -335,7 +335,7 @@ class _Rank:
         return found
 
     def _between(self, position: int, waits: Sequence[_Key], last: bool = False) -> None:
-        """What lies before an action: sends to wait for that were begun before, transfers to begin, other sends to wait for."""
+        """The instructions before an action: sends to wait for that were begun before, transfers to begin, other sends to wait for."""
         begun = {key for receives, key, _, _ in self.starts.get(position, ()) if not receives}
         later = waits if last else [key for key in waits if key in begun]
         for key in waits:

@@ -83,7 +83,7 @@ def _fullest(plan: Plan, model: Model, cluster: Cluster, source: CostSource) -> 
 
 
 def _enough(plan: Plan, count: int) -> int:
-    """As few micro-batches as hold as much as all of them, in whole rounds of the device groups."""
+    """The fewest micro-batches that hold as much as all of them, in whole rounds of the device groups."""
     groups, chunks, in_flight = plan.num_groups, plan.num_chunks, SCHEDULES[plan.schedule].in_flight
     fewer = 2 * groups * chunks + count % groups
     alike = fewer < count and all(
@@ -126,7 +126,7 @@ def peak_bytes(program: i.Program, plan: Plan, estimator: Estimator) -> float:
 
 
 def _states(program: i.Program, plan: Plan, estimator: Estimator) -> MemoryBreakdown:
-    """What the program's rank holds whatever runs."""
+    """Bytes that the program's rank holds whatever runs: weights, gradients and optimizer state."""
     samples, counts = micro_batches(plan)
     device = estimator.cluster.device(program.rank)
     return estimator.states(plan, [place.stage for place in program.places], samples, max(counts), device)

@@ -43,7 +43,7 @@ _SEQUENCE = ("tokens", "dec_tokens")
 
 
 class Message(NamedTuple):
-    """What one rank sends to another; ranks are positions among those of their stage and replica."""
+    """A message from one rank to another; ranks are positions among those of their stage and replica."""
 
     sender: int
     receiver: int
@@ -53,7 +53,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How the ranks of a stage divide the carry at one end of it."""
+    """The division of the carry among the ranks of a stage, at one end of it."""
 
     tp: int
     dp: int
@@ -91,13 +91,13 @@ def shard(count: int, parts: int, index: int) -> Interval:
 
 
 def entry_side(stage: Stage) -> Side:
-    """How the first op of a stage wants the carry."""
+    """The division of the carry that the first op of a stage wants."""
     run = stage.run_of(stage.first)
     return Side(run.tp, run.dp, stage.sequence_parallel)
 
 
 def exit_side(stage: Stage) -> Side:
-    """How the last op of a stage leaves the carry."""
+    """The division of the carry that the last op of a stage leaves."""
     run = stage.run_of(stage.last - 1)
     return Side(run.tp, run.dp, stage.sequence_parallel)
 
@@ -132,7 +132,7 @@ def cut_of(model: Model, before: Stage, after: Stage) -> Cut:
 
 
 class Cut:
-    """What crosses between two stages, for any micro-batch."""
+    """The cut between two stages, and what crosses it of any micro-batch."""
 
     def __init__(self, before: Side, after: Side, carry: Sequence[Carried]) -> None:
         self.before, self.after = before, after
@@ -277,7 +277,7 @@ class TensorLayout:
 
 
 def needs_of(model: Model, first: int, last: int) -> tuple[Need, ...]:
-    """What ops [first, last) read of a micro-batch besides the carry: embeddings ids, the model's first op its inputs, the last labels.
+    """Inputs that ops [first, last) read besides the carry: embeddings ids, the model's first op inputs, the last labels.
 
     A stage of somebody's module runs the code between all its units, which may read anything.
     """

@@ -196,7 +196,7 @@ class Lane:
 
 @dataclass(frozen=True, eq=False)
 class MemoryLine:
-    """What a device holds over time."""
+    """A line of the memory that a device holds over time."""
 
     name: str
     time_ns: Array

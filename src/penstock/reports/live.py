@@ -85,7 +85,7 @@ class LivePage:
         return document(self.folder.name, [self.subject()], [], live=f"/{self.token}")
 
     def data(self) -> str:
-        """What the page asks for when it was told of news."""
+        """The data that the page asks for when it was told of news."""
         data, texts = page_data([self.subject()], [])
         told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}", "viewer": VIEWER}
         return json.dumps({"data": told, "texts": texts}, allow_nan=False)

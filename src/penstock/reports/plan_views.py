@@ -199,7 +199,7 @@ def add_execution(lanes: SpanLanes, run: Execution, names: list[str], replica: i
 
 
 def passes_of(run: Execution, device: int) -> list[tuple[float, float, str, int, int]]:
-    """What a device computes, as a lane has it."""
+    """The passes of a device, as spans of a lane."""
     return [(*run.span_s(action), KINDS[action.kind], action.stage, action.micro_batch) for action in run.schedule[device]]
 
 
@@ -210,7 +210,7 @@ def add_critical(lanes: SpanLanes, run: Execution, begin_ns: int, replica: int) 
 
 
 def critical_causes(block: Spans) -> list[Block]:
-    """How long each kind of work is on the critical paths of a timeline."""
+    """Seconds of each kind of work on the critical paths of a timeline."""
     own = [slice(lane.first, lane.first + lane.count) for lane in block.lanes if lane.role == "critical"]
     times = np.zeros(len(block.kinds))
     for lane in own:
@@ -222,7 +222,7 @@ def critical_causes(block: Spans) -> list[Block]:
 
 
 def _apart(spans: list[tuple[float, float, str, int, int]]) -> list[list[tuple[float, float, str, int, int]]]:
-    """As few rows as possible in which no two spans overlap."""
+    """Divides spans into as few rows as possible, in which no two overlap."""
     rows: list[list[tuple[float, float, str, int, int]]] = []
     for span in sorted(spans):
         row = next((row for row in rows if row[-1][1] <= span[0]), None)

@@ -43,7 +43,7 @@ _MEASURED = {
 
 @dataclass
 class Report:
-    """What the page shows."""
+    """The content of one page."""
 
     subjects: list[Subject] = field(default_factory=list)
     shared: list[View] = field(default_factory=list)
@@ -61,16 +61,16 @@ class Report:
         return [*((one.name, view) for one in self.subjects for view in one.views), *(("", view) for view in self.shared)]
 
     def _repr_html_(self) -> str:
-        """What a notebook shows, and keeps."""
+        """HTML that a notebook shows, and keeps."""
         return static_html(self)
 
     def framed(self) -> Framed:
         """The page for a notebook, in a frame of its own."""
         return Framed(self.html())
 
-    def html(self, *, with_paths: bool = False, live: str = "") -> str:
+    def html(self, *, with_paths: bool = False) -> str:
         """The page."""
-        return document(self.title, self.subjects, self.shared, with_paths=with_paths, live=live)
+        return document(self.title, self.subjects, self.shared, with_paths=with_paths)
 
 
 def kind_of(path: Path) -> tuple[str, Any]:

@@ -38,7 +38,7 @@ _CATEGORY = ("other", "wait", "transfer")
 
 @dataclass(frozen=True, eq=False)
 class RunFacts:
-    """What a run's folder holds, as far as it can be read."""
+    """The content of a run's folder, as far as it can be read."""
 
     name: str
     folder: Path
@@ -88,7 +88,7 @@ def read_run_facts(folder: Path, files: dict[Path, SpanFile] | None = None) -> R
 
 @dataclass
 class RunMemo:
-    """What stays as it is while a run goes on, for whoever shows it again and again."""
+    """Facts that stay as they are while a run goes on, for whoever shows it again and again."""
 
     plan: Plan | None = None
     views: list[View] = field(default_factory=list)
@@ -287,7 +287,7 @@ def _ratio(measured: float | None, expected: float | None) -> float | None:
 
 
 def _devices(run: RunFacts) -> list[Block]:
-    """How long each rank computed in each step, against the median of the ranks of its stage; and what was noticed."""
+    """Charts how long each rank computed in each step, against the median of the ranks of its stage; and what was noticed."""
     blocks: list[Block] = []
     known = run.spanned
     if known and run.ranks:

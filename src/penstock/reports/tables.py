@@ -79,5 +79,5 @@ def _spans(block: Spans) -> Iterator[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
-    """What is no number stays empty."""
+    """The value; None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

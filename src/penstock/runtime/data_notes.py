@@ -52,7 +52,7 @@ def _shorter(request: TrainRequest, filled: FilledPositions) -> str:
 
 
 def _gain(request: TrainRequest) -> float:
-    """How many times faster the first step would be with micro-batches made for its lengths, on the same stages; 1 where that is not
+    """The speed-up of the first step with micro-batches made for its lengths, on the same stages; 1 where that is not
     known: schedules whose micro-batches have no prices of their own, or nothing that fits."""
     plan = request.plan
     if not SCHEDULES[plan.schedule].whole_passes:

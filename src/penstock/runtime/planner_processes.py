@@ -100,8 +100,8 @@ def planners_of_nodes(settings: PlanningSettings, source: BatchSource, planner: 
 
 
 def _reachable(name: str) -> str:
-    """Where to listen so that other nodes reach this one by `name`: some systems say that their own name means loopback, which is true
-    for themselves alone."""
+    """The address to listen at so that other nodes reach this one by `name`: some systems say that their own name means loopback, which is
+    true for themselves alone."""
     if means_loopback(name):
         return name
     try:

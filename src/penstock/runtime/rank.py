@@ -31,7 +31,6 @@ from penstock.runtime.parallel.stashing import WeightStash
 from penstock.runtime.parallel.tied import sync_tied
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source, load_share
-from penstock.runtime.telemetry.observing import Observer
 from penstock.runtime.transport.process_groups import make_transport
 from penstock.runtime.transport.slices import Landing, outgoing, prepare
 from penstock.runtime.transport.transport import Pending
@@ -47,7 +46,7 @@ _Transfer = tuple[str, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What a program without training found, the same on every rank."""
+    """Loss and accuracy of an evaluation, the same on every rank."""
 
     loss: float
     accuracy: float
@@ -62,14 +61,13 @@ class Rank:
     """
 
     def __init__(
-        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None,
-        cut: CutModule | None = None,
+        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, cut: CutModule | None = None
     ) -> None:  # fmt: skip
         """`cut`: the module to train where it is not one of ours; one that its description names is made here."""
         self.model, self.groups = model, groups
         self.settings = settings or TrainingSettings()
         self.cut = cut or cut_module(model, groups.device, self.settings.seed)
-        self.executor = self._executor(observer)
+        self.executor = self._executor()
         self.phase: Callable[[str], None] = lambda phase: None
         """Told where in an update, or a move, this process is: a fault may have been asked for there."""
         self.results: tuple[StepResult, ...] = ()
@@ -175,7 +173,7 @@ class Rank:
                     found[module_key(place, module)] = module
         return found
 
-    def _executor(self, observer: Observer | None) -> Executor:
+    def _executor(self) -> Executor:
         handlers = {
             i.Load: self.load, i.Forward: self.forward, i.Backward: self.backward, i.BackwardInput: self.backward_input,
             i.BackwardWeight: self.backward_weight, i.SendStart: self.send_start, i.SendWait: self.send_wait,
@@ -183,7 +181,7 @@ class Rank:
             i.ReduceWait: self.reduce_wait, i.SyncTied: self.sync_tied, i.Step: self.step,
             i.StepStage: self.step_stage,
         }  # fmt: skip
-        executor = Executor(observer)
+        executor = Executor()
         for kind, handler in handlers.items():
             executor.register(kind, handler)
         return executor
@@ -210,7 +208,7 @@ class Rank:
         return Evaluated(loss, correct / max(1.0, counted))
 
     def probe_s(self, step: int) -> float:
-        """What a fixed piece of work takes this process' device now, between two steps: whether one without work is slow."""
+        """Times a fixed piece of work on this process' device, between two steps: it tells whether one without work is slow."""
         values = torch.ones(_PROBE_SIZE, _PROBE_SIZE, device=self.groups.device)
         values.sum().item()
         begun_s = time.perf_counter()
@@ -267,7 +265,7 @@ class Rank:
             self._buffers[step.buffer] = self._loaded(self._program, step, self._source)
 
     def _loaded(self, program: i.Program, step: i.Load, source: Source) -> dict[int, Batch]:
-        """What an instruction of a program loads, by this rank's shares of it."""
+        """The tensors that an instruction of a program loads, by this rank's dp shares of the micro-batch."""
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
         return {
             dp: load_share(
@@ -320,7 +318,7 @@ class Rank:
             self._buffers[step.result] = result
 
     def backward_weight(self, step: i.BackwardWeight) -> None:
-        """Runs the second half."""
+        """Runs the second half of a split backward pass: gradients of the weights."""
         own = self.gradients[step.stage]
         self.stages[step.stage].backward_weights(step.micro_batch, own.completed)
         own.passed(step.micro_batch)
@@ -332,12 +330,12 @@ class Rank:
         return []
 
     def send_start(self, step: i.SendStart) -> None:
-        """Begins to send."""
+        """Begins to send a buffer's tensors."""
         tensors = [*outgoing(self._buffers[step.buffer], step.parts), *self.beside(step)]
         self._sends[step.what, step.cut, step.micro_batch, step.peer] = self.transport.send(tensors, step.peer)
 
     def send_wait(self, step: i.SendWait) -> None:
-        """Waits for a send."""
+        """Waits until a send has ended."""
         self._sends.pop((step.what, step.cut, step.micro_batch, step.peer)).wait()
 
     def receive_start(self, step: i.ReceiveStart) -> None:
@@ -350,7 +348,7 @@ class Rank:
         self._receives[step.what, step.cut, step.micro_batch, step.peer] = (pending, landings)
 
     def receive_wait(self, step: i.ReceiveWait) -> None:
-        """Waits for what arrives, and puts it in place."""
+        """Waits until tensors have arrived, and puts them in place."""
         pending, landings = self._receives.pop((step.what, step.cut, step.micro_batch, step.peer))
         pending.wait()
         for landing in landings:
@@ -364,7 +362,7 @@ class Rank:
     # The end of an iteration ---------------------------------------------------------------------------------------------------
 
     def reduce_start(self, step: i.ReduceStart) -> None:
-        """Begins to sum gradients."""
+        """Begins to sum a stage's gradients over the ranks that hold the same weights."""
         self.gradients[step.stage].start(step)
 
     def reduce_wait(self, step: i.ReduceWait) -> None:
@@ -385,7 +383,7 @@ class Rank:
         program = self._program
         tokens = [_useful_tokens(program.of_batch(number)) if self.leads_replica else 0 for number in range(program.num_batches)]
         if self.asynchronous:
-            self.results = self.update.told(program.iteration, self._loss, tokens)
+            self.results = self.update.results(program.iteration, self._loss, tokens)
         else:
             self.results = (self.update.step(program.iteration, self._loss[0], tokens[0]),)
         if self.results[-1].skipped:  # the forward passes of a step that is dropped have changed running statistics too

@@ -111,7 +111,7 @@ def gradient_pieces(rank: Rank, gradients: Mapping[int, torch.Tensor], kind: str
 
 
 def _pieces(layout: CheckpointLayout, held: Held, tensor: torch.Tensor, kind: str = "") -> Iterator[TensorPiece]:
-    """Where a weight, or something of its shape, lies: the whole of it, or a flat part."""
+    """The piece of a weight's checkpoint tensor that is held here: the whole of it, or a flat part."""
     return layout.pieces(tensor, kind) if held.start is None else layout.flat_pieces(tensor, held.start, kind)
 
 
@@ -171,7 +171,7 @@ class TrainedState:
 
 
 def checkpoint_state(checkpoint: Checkpoint, model: Model, optimizer: str) -> TrainedState:
-    """What a checkpoint holds, if it is one of this model and optimizer."""
+    """The state in a checkpoint; refused if it is of another model or optimizer."""
     kinds, scalars = check_state(checkpoint, model, optimizer)
     return TrainedState(checkpoint, kinds, frozenset(scalars), checkpoint.state.get("loss_scale"))
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "END", "PACED", "RECOVER", "TIMED", "WARM_UP", "EvalRecord", "GoingOn", "MayLeave", "NodePlace", "PlanAdopted", "PlanningSettings",
-    "StepTold", "TrainRequest", "TrainResult",
+    "StepReport", "TrainRequest", "TrainResult",
 ]  # fmt: skip
 
 TIMED, PACED = "timed", "paced"
@@ -34,7 +34,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class PlanningSettings:
-    """How a run is planned while it runs."""
+    """Settings of the planners that work while a run trains."""
 
     planners: int = 1
     """Planner processes on each node; 0: every rank plans for itself, in step with training."""
@@ -125,7 +125,7 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class GoingOn:
-    """Where processes begin that take the place of others, after a death or a move to other nodes."""
+    """The step from which processes go on that take the place of others, after a death or a move to other nodes."""
 
     step: int
     """How many steps they go on from."""
@@ -143,8 +143,8 @@ class EvalRecord:
 
 
 @dataclass(frozen=True)
-class StepTold:
-    """What rank 0 tells the launcher after each step."""
+class StepReport:
+    """Rank 0's message to the launcher after each step."""
 
     step: int
     loss: float | None
@@ -159,7 +159,7 @@ class StepTold:
 
 @dataclass(frozen=True)
 class PlanAdopted:
-    """What every process tells when the job has moved to another plan: planners have to follow."""
+    """Every process' message to the launcher when the job has moved to another plan: planners have to follow."""
 
     step: int
     """The first one under it."""
@@ -168,7 +168,7 @@ class PlanAdopted:
 
 @dataclass(frozen=True)
 class MayLeave:
-    """What a rank tells whose node is asked to leave: other nodes have what its ranks have learned."""
+    """A rank's message to the launcher of a node that is asked to leave: other nodes have what its ranks have learned."""
 
     has_moved: bool = False
     """Whether theirs go on already with its work, and not from their copies."""
@@ -176,7 +176,7 @@ class MayLeave:
 
 @dataclass(frozen=True)
 class TrainResult(Shown):
-    """What a run achieved."""
+    """The result of a run."""
 
     first_step: int
     num_steps: int

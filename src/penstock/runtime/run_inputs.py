@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from penstock.data.dataset import open_data
 from penstock.data.filled import sample_limits
 from penstock.data.forms import form_of
@@ -14,11 +17,32 @@ from penstock.programs.check import require_safe
 from penstock.programs.instructions import Program
 from penstock.programs.lower import lower
 from penstock.programs.work import forward_work
-from penstock.runtime.request import RECOVER, TrainRequest
+from penstock.runtime.request import PACED, RECOVER, TrainRequest
+from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.schedules.rules import SCHEDULES
 from penstock.timing.pipeline import micro_batches
 
-__all__ = ["batch_source", "held_out_programs", "program_planner", "run_inputs"]
+__all__ = ["PlanInputs", "batch_source", "held_out_programs", "plan_inputs", "program_planner", "run_inputs"]
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """A process' inputs under one plan: its planner, predicted times and held-out samples."""
+
+    planner: ProgramPlanner
+    times: ProgramTimes | None = None
+    """Predicted times of its passes, for paced devices."""
+    held_out: Samples | None = None
+    evaluations: Sequence[Program] = ()
+    """This rank's forward passes over the held-out samples."""
+
+
+def plan_inputs(request: TrainRequest, planner: ProgramPlanner, rank: int) -> PlanInputs:
+    """A rank's inputs under the plan of a planner; whatever of that plan can fail, fails here, before it is in force."""
+    if rank not in planner.plan.ranks:
+        return PlanInputs(planner)
+    times = ProgramTimes(planner.plan, planner.model, planner.costs) if request.device == PACED else None
+    return PlanInputs(planner, times, *(held_out_programs(request, planner, rank) if request.eval_every else (None, ())))
 
 
 def run_inputs(request: TrainRequest) -> tuple[BatchSource, ProgramPlanner]:
@@ -50,7 +74,8 @@ def program_planner(request: TrainRequest) -> ProgramPlanner:
 
 
 def _drains(request: TrainRequest) -> Drains:
-    """Where the pipeline of an asynchronous plan has to be empty: for what looks at the weights of all stages, or changes their plan."""
+    """The steps before which the pipeline of an asynchronous plan has to be empty: for what looks at the weights of all
+    stages, or changes their plan."""
     rules, (_, counts) = SCHEDULES[request.plan.schedule], micro_batches(request.plan)
     if not rules.asynchronous:
         return Drains()

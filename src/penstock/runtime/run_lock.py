@@ -43,7 +43,7 @@ class RunLock:
 
 
 def lock_word(folder: Path) -> bytes:
-    """What the holder of a folder last said; the same for long: it stands still."""
+    """The last word of the process that holds a folder; the same for long: it stands still."""
     try:
         return (folder / LOCK).read_bytes()
     except FileNotFoundError:

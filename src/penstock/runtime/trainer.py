@@ -30,7 +30,7 @@ from penstock.runtime.planner_processes import planners_of_nodes
 from penstock.runtime.rank_state import check_state
 from penstock.runtime.recovering.faults import PHASES
 from penstock.runtime.recovering.recovery import DeathWitness, require_room_for_copies
-from penstock.runtime.request import END, PACED, RECOVER, TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import END, PACED, RECOVER, TIMED, WARM_UP, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run import Watching, train_rank
 from penstock.runtime.run_folder import own_folder
 from penstock.runtime.run_inputs import run_inputs
@@ -58,10 +58,10 @@ class PlanTrainer:
         """How many steps a checkpoint has behind it."""
 
     def notes(self) -> list[str]:
-        """What is worth knowing before the first step: data that the plan was not made for."""
+        """Notes for the user before the first step: data that the plan was not made for."""
         return data_notes(self.request)
 
-    def join(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
+    def join(self, progress: Callable[[StepReport], None] | None = None) -> TrainResult:
         """Trains as one of the processes that torchrun started."""
         import torch
         import torch.distributed as dist
@@ -84,7 +84,7 @@ class PlanTrainer:
             except PenstockError as error:
                 raise (with_safe_step(error, request, self.first_step) if first else error) from None
 
-    def train(self, progress: Callable[[StepTold], None] | None = None) -> TrainResult:
+    def train(self, progress: Callable[[StepReport], None] | None = None) -> TrainResult:
         """Starts the plan's processes, trains, and ends them; `progress` hears of every step. Ctrl-C and SIGTERM end it after the step that
         runs, with a checkpoint. Where processes die and the request says so, others take their place. On several nodes, this one starts
         those of its own; where it does not lead, nothing is told, and the result has nothing but the signal that ended the run."""
@@ -92,7 +92,7 @@ class PlanTrainer:
         return Supervisor(self.request, self.first_step, train_rank, self.watching, self._witness).train(progress)
 
     def predicted(self, result: TrainResult) -> PredictedSteps:
-        """What the plan's costs say of the steps of a run, those left out that warm up."""
+        """Predicts the steps of a run by the plan's costs, those left out that warm up."""
         request = self.request if result.plan is None else replace(self.request, plan=result.plan)
         last, since = result.first_step + result.num_steps, max(result.first_step, result.plan_since)
         first = since + WARM_UP if last - since > WARM_UP else since
@@ -122,31 +122,42 @@ def _checked(request: TrainRequest) -> TrainRequest:
     _require_node(request)
     _require_devices(replace(request, device=device))
     _require_clocked(replace(request, device=device))
-    data = open_data(request.data)
+    _require_data(request, model)
+    if request.resume:
+        request = replace(request, resume=str(find_checkpoint(request.resume)))
+        _require_same_run(request, model)
+    _require_weights(request, model)
+    _require_steps(request)
+    _require_recoverable(replace(request, device=device), model)
+    return replace(request, device=device)
+
+
+def _require_data(request: TrainRequest, model: Model) -> None:
+    """Refuses data that is damaged, of another kind of model, less than a global batch, or without what is to be evaluated."""
+    data, global_batch = open_data(request.data), request.plan.global_batch
     data.check()
     form_of(model, data, prompt_loss=request.prompt_loss)
-    if len(data) < plan.global_batch:
+    if len(data) < global_batch:
         raise InputError(
-            f"data '{request.data}' has {plural(len(data), 'sample')}, fewer than one global batch of {plan.global_batch}. "
+            f"data '{request.data}' has {plural(len(data), 'sample')}, fewer than one global batch of {global_batch}. "
             "Use more data, or a plan with a smaller global batch."
         )
     if request.eval_every and _EVAL_SPLIT not in data.manifest.splits:
         raise InputError(f"evaluation was asked for, but data '{request.data}' has no split '{_EVAL_SPLIT}'. Prepare it with one.")
     if request.eval_every:
         open_data(request.data, _EVAL_SPLIT).check()
+
+
+def _require_weights(request: TrainRequest, model: Model) -> None:
+    """Refuses first weights that are not of this model, or of a run that goes on."""
+    if not request.weights:
+        return
     if request.resume:
-        request = replace(request, resume=str(find_checkpoint(request.resume)))
-        _require_same_run(request, model)
-    if request.weights:
-        if request.resume:
-            raise InputError(
-                f"a run that goes on from '{request.resume}' has its weights from there; --weights '{request.weights}' is for one that "
-                "begins. Give one of the two."
-            )
-        check_weights(request.weights, model)
-    _require_steps(request)
-    _require_recoverable(replace(request, device=device), model)
-    return replace(request, device=device)
+        raise InputError(
+            f"a run that goes on from '{request.resume}' has its weights from there; --weights '{request.weights}' is for one that "
+            "begins. Give one of the two."
+        )
+    check_weights(request.weights, model)
 
 
 def _require_same_run(request: TrainRequest, model: Model) -> None:

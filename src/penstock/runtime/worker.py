@@ -95,7 +95,7 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What a worker says of its own end."""
+    """A worker's message about its own failure."""
 
     text: str
     is_lost: bool
@@ -117,7 +117,7 @@ def serve_jobs(start: WorkerStart, pipe: Any) -> None:
     except EOFError:
         status = 0
     except BaseException as error:
-        pipe.send((False, WorkerFailure(_told(start.rank, error), not isinstance(error, PenstockError) or _failed_in_program(error))))
+        pipe.send((False, WorkerFailure(_failure(start.rank, error), not isinstance(error, PenstockError) or _failed_in_program(error))))
         status = 1
     pipe.close()
     # No tidy end: gloo's and NCCL's threads may abort a process that leaves while a peer is still talking to it.
@@ -165,7 +165,7 @@ def _failed_in_program(error: PenstockError) -> bool:
     return isinstance(error, ExecutionError)
 
 
-def _told(rank: int, error: BaseException) -> str:
+def _failure(rank: int, error: BaseException) -> str:
     """The failure as the launcher tells it: what `ExecutionError` says, or where it happened."""
     from penstock.runtime.executor import ExecutionError
 

@@ -57,13 +57,13 @@ class BeginAnew(Exception):
 
 
 class OtherNodes(Protocol):
-    """What a pool needs to know of workers of the same job on other machines."""
+    """The workers of the same job on other machines, as far as a pool needs to know of them."""
 
     def ready(self, members: Sequence[int], port: int) -> None:
         """The place where all members of the job meet is there."""
 
     def handles(self) -> Sequence[Any]:
-        """What to wait on for news of them."""
+        """Handles to wait on for news of them."""
 
     def hear(self, handle: Any) -> WorkerError | None:
         """News: a failure there, or nothing that matters here. May raise whatever has to end the job here."""
@@ -75,7 +75,7 @@ class OtherNodes(Protocol):
 
 @dataclass(frozen=True)
 class PoolSite:
-    """Where the workers of a pool are, and those of its job that are elsewhere."""
+    """The site of a pool's workers, and of those of its job that are elsewhere."""
 
     own: tuple[int, ...]
     """Who may have a worker here."""
@@ -211,7 +211,7 @@ class WorkerPool:
         return [answers[rank] for rank in self.members]
 
     def _elsewhere(self) -> Sequence[Any]:
-        """What brings news of other machines."""
+        """Handles that bring news of other machines."""
         return () if self._site is None else self._site.others.handles()
 
     def _heard(self, handle: Any) -> WorkerError | None:
@@ -236,7 +236,7 @@ class WorkerPool:
             return False, None
 
     def _cause(self, failure: WorkerError, listen: Listen | None, heard: Collection[int] = ()) -> WorkerError:
-        """What to tell: a worker that died is the cause, else one that failed by itself, else the first that was heard."""
+        """Picks the cause among several failures: a worker that died, else one that failed by itself, else the first that was heard."""
         self.has_failed = True
         asked, end = set(heard), time.monotonic() + _GRACE_S
         while _lost_peer(str(failure)):
@@ -260,7 +260,7 @@ class WorkerPool:
         return failure
 
     def _failed(self, rank: int, failure: WorkerFailure | None) -> WorkerError:
-        """What became of a worker: its own words, or how it died."""
+        """Describes the end of a worker: its own words, or how it died."""
         if failure is not None:
             return WorkerError(failure.text, [rank], is_lost=failure.is_lost)
         process = self._processes[rank]

@@ -25,7 +25,7 @@ _SCHEMES = ("tcp", "redis", "rediss", "file")
 
 @dataclass(frozen=True)
 class StoreFile:
-    """What `penstock store start` leaves for a job: where its server is, with its password, and a key for the job."""
+    """The file that `penstock store start` leaves for a job: where its server is, with its password, and a key for the job."""
 
     address: str = field(repr=False)
     key: bytes = field(repr=False)

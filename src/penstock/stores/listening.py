@@ -46,7 +46,7 @@ def bound_socket(host: str, port: int = 0) -> socket.socket:
 
 
 def connections(listener: socket.socket) -> Iterator[tuple[socket.socket, str]]:
-    """Whoever comes, and from which address, until the listener is shut down."""
+    """Accepts connections, each with the address of its other end, until the listener is shut down."""
     while True:
         try:
             connection, place = listener.accept()

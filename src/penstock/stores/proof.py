@@ -25,7 +25,7 @@ def fresh_nonce() -> bytes:
 
 
 def proof(key: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """What only a holder of the key can say as `role` ("client" or "server") on the connection of these two nonces."""
+    """The proof that only a holder of the key can give as `role` ("client" or "server") on the connection of these two nonces."""
     # No seal of a value is a proof: what it authenticates begins with the length of a name, which would be two billion letters here.
     return hmac.digest(key, f"penstock {role} ".encode() + server_nonce + client_nonce, "sha256")
 

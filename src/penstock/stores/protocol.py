@@ -26,7 +26,7 @@ class ConnectionLost(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes of one job agree on; its id is the first part of every key, its key authenticates every value."""
+    """The job that all its processes agree on; its id is the first part of every key, its key authenticates every value."""
 
     id: str
     key: bytes = field(repr=False)
@@ -105,7 +105,7 @@ class KeyValues(Protocol):
         """Sets all of these, replacing what was there."""
 
     def read(self, keys: Sequence[str]) -> list[bytes | None]:
-        """What is there now, None for what is not."""
+        """The values that are there now, None for others."""
 
     def missing(self, keys: Sequence[str]) -> list[str]:
         """Which of the keys are not there; cheaper than reading what may be large."""

@@ -130,7 +130,7 @@ class Ring:
         return seal(self.job.key, key, str(number).encode())
 
     def _marks(self, ranks: Collection[int]) -> list[int]:
-        """How far these ranks are, by the marks that the server has."""
+        """The progress of these ranks, by the marks that the server has."""
         keys = [self._done_key(rank) for rank in ranks]
         values, none = self._values.read(keys), self.job.first - 1
         return [none if value is None else int(open_seal(self.job.key, key, value)) for key, value in zip(keys, values, strict=True)]

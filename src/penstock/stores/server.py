@@ -44,7 +44,7 @@ class RedisServer:
         return self.address.replace(quote(self.password, safe=""), "…") if self.password else self.address
 
     def log(self) -> Iterator[str]:
-        """What the server says, line by line, until it ends."""
+        """The server's output, line by line, until it ends."""
         assert self.process.stdout is not None
         return (line.rstrip("\n") for line in self.process.stdout)
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.run import Run
-from penstock.runtime.steps.words import StepWord
+from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.telemetry.steps import StepRecord
 
 
@@ -25,15 +25,15 @@ def test_ten_minutes_or_a_hundred_times_what_the_last_one_cost() -> None:
 
 @pytest.mark.parametrize(("late", "is_first", "busy", "expected"), [(1, 1, 0, 1), (0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 1, 0)])
 def test_the_first_process_asks_for_one_that_no_rank_still_writes(late: int, is_first: int, busy: int, expected: int) -> None:
-    other = StepWord(is_saving=bool(busy), record=StepRecord(3))
+    other = StepMessage(is_saving=bool(busy), record=StepRecord(3))
 
     def gather(own: torch.Tensor) -> torch.Tensor:
         return torch.stack([own, torch.tensor([other.row()], dtype=torch.float64)])
 
     stub: Any = SimpleNamespace(
-        step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(steps=9), watcher=None, _lost=None,
+        step=4, members=(0, 1), is_first=bool(is_first), request=SimpleNamespace(steps=9), watcher=None, _store_error=None,
         saves=SimpleNamespace(is_late=bool(late), is_saving=False, copied=0.0), world=SimpleNamespace(ranks=(1,)),
         worker=SimpleNamespace(asked_to_end=lambda: 15, groups=SimpleNamespace(gather=gather)), _order=lambda: b"",
     )  # fmt: skip
-    told = Run._agreed(stub, [StepWord()])
+    told = Run._agreed(stub, [StepMessage()])
     assert (told.ended_by, told.is_due) == (15, bool(expected))

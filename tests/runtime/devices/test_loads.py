@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.processes.states import started_ticks
-from penstock.runtime.devices.loads import GpuLoad, LoadAsked, LoadTold, RankLoads, forget_loads, load_path, told_path
+from penstock.runtime.devices.loads import GpuLoad, LoadReport, LoadRequest, RankLoads, forget_loads, load_path, report_path
 from penstock.runtime.telemetry.process_files import RankProcess
 
 OWN = RankProcess(os.getpid(), started_ticks(os.getpid()) or 0, socket.gethostname(), "")
@@ -63,7 +63,7 @@ class FakeGpu:
     def ask(self, factor: float, last: int = 10**6, share: float = 0.0, asker: RankProcess = OWN) -> Path:
         path = load_path(self.folder, 1, "ab")
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(msgspec.json.encode(LoadAsked(factor, self.step, last, asker, share)))
+        path.write_bytes(msgspec.json.encode(LoadRequest(factor, self.step, last, asker, share)))
         return path
 
 
@@ -73,7 +73,7 @@ def test_passes_are_slowed_to_the_factor_whatever_a_load_is_worth(factor: float,
     gpu.run(10)
     path = gpu.ask(factor)
     assert gpu.run(40) == pytest.approx(factor, rel=0.05)
-    told = msgspec.json.decode(told_path(path).read_bytes(), type=LoadTold)
+    told = msgspec.json.decode(report_path(path).read_bytes(), type=LoadReport)
     assert told.factor == pytest.approx(factor, rel=0.04) and told.share == gpu.begun[0].share and not told.failed
 
 

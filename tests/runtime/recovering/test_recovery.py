@@ -20,7 +20,7 @@ from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.recovering import recovery
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery, require_room_for_copies
-from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import GoingOn, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import own_folder, plan_of_run, plans_of_run, put_in_force, safe_step
 
 PLAN = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
@@ -63,15 +63,15 @@ def save(tmp_path: Path, step: int) -> None:
 def test_the_newest_of_copies_and_checkpoints_counts(tmp_path: Path) -> None:
     run, copies = followed(tmp_path, first_step=2)
     assert run.go_on([0], "dead") == GoingOn(2, False) and not run.request.resume
-    run.hear(StepTold(2, 1.0, 1.0))
+    run.hear(StepReport(2, 1.0, 1.0))
     save(tmp_path, 10)
     assert run.go_on([0], "dead") == GoingOn(10, False) and run.request.resume.endswith("step-10")
     copy(copies, 20)
     copy(copies, 30, range(1))
-    run.hear(StepTold(20, 1.0, 1.0))
+    run.hear(StepReport(20, 1.0, 1.0))
     assert run.go_on([0], "dead") == GoingOn(20, True)
     copy(copies, 100)  # the last step, after which there is nothing left to tell
-    run.hear(StepTold(21, 1.0, 1.0))
+    run.hear(StepReport(21, 1.0, 1.0))
     assert run.go_on([0], "dead") == GoingOn(20, True)
 
 
@@ -80,7 +80,7 @@ def test_a_death_after_the_last_checkpoint_goes_back_to_the_one_before_it(tmp_pa
     run, _ = followed(tmp_path)
     save(tmp_path, 90)
     save(tmp_path, 100)
-    run.hear(StepTold(99, 1.0, 1.0))
+    run.hear(StepReport(99, 1.0, 1.0))
     assert run.go_on([0], "dead") == GoingOn(90, False) and run.request.resume.endswith("step-90")
 
 
@@ -105,7 +105,7 @@ def test_what_was_left_for_an_earlier_checkpoint_is_not_gone_back_to(tmp_path: P
 
 def test_steps_of_the_runs_before_are_not_taken_over(tmp_path: Path) -> None:
     run, _ = followed(tmp_path, first_step=2)
-    run.take_over((StepTold(step, float(step), 1.0) for step in range(4)), PLAN)
+    run.take_over((StepReport(step, float(step), 1.0) for step in range(4)), PLAN)
     assert run.done == 4 and run.whole(TrainResult(0, 0, (), (), 0.0, 0.0, {}, None)).losses == (2.0, 3.0)
 
 
@@ -113,13 +113,13 @@ def test_a_rank_that_dies_twice_before_one_step_is_left_out(tmp_path: Path) -> N
     witness = Witness(SMALLER)
     run, copies = followed(tmp_path, witness)
     for step in range(5):
-        run.hear(StepTold(step, 1.0, 1.0))
+        run.hear(StepReport(step, 1.0, 1.0))
     copy(copies, 4)
     assert run.go_on([1], "dead") == GoingOn(4, True) and run.members == (0, 1)
-    assert run.hear(StepTold(4, 1.0, 1.0)) is None  # it is told already
+    assert run.hear(StepReport(4, 1.0, 1.0)) is None  # it is told already
     assert run.go_on([1], "dead") == GoingOn(4, True) and run.members == (0,) and run.request.plan == SMALLER
     assert plan_of_run(tmp_path) == SMALLER and list(plans_of_run(tmp_path)) == [0, 4]
-    new = run.hear(StepTold(5, 1.0, 1.0, notes=("besides",)))
+    new = run.hear(StepReport(5, 1.0, 1.0, notes=("besides",)))
     assert new is not None and [note[:26] for note in new.notes] == ["rank 1 has another process", "rank 1 is left out, a plan", "besides"]
     assert witness.told == [("lost", 5, 1), ("replaced", 4, 1), ("lost", 5, 1), ("shrunk", 5, 1)]
 
@@ -129,7 +129,7 @@ def test_a_rank_that_lost_a_peer_is_not_broken(tmp_path: Path, lost_peer: bool) 
     """Neither one that also died nor one that did so twice: its neighbours may have been cut off, one after the other."""
     run, copies = followed(tmp_path, Witness(SMALLER))
     for step in range(5):
-        run.hear(StepTold(step, 1.0, 1.0))
+        run.hear(StepReport(step, 1.0, 1.0))
     copy(copies, 4)
     assert run.go_on([1], "first", lost_peer=lost_peer) and run.go_on([1], "Connection reset by peer", lost_peer=True)
     assert run.members == (0, 1)
@@ -137,9 +137,9 @@ def test_a_rank_that_lost_a_peer_is_not_broken(tmp_path: Path, lost_peer: bool) 
 
 def test_it_gives_up_after_three_and_counts_anew_after_a_new_step(tmp_path: Path) -> None:
     run, copies = followed(tmp_path, Witness())
-    run.hear(StepTold(0, 1.0, 1.0))
+    run.hear(StepReport(0, 1.0, 1.0))
     assert run.go_on([0], "dead") and run.go_on([1], "dead")
-    assert run.hear(StepTold(1, 1.0, 1.0)) is not None and run.hear(StepTold(1, 1.0, 1.0)) is None
+    assert run.hear(StepReport(1, 1.0, 1.0)) is not None and run.hear(StepReport(1, 1.0, 1.0)) is None
     assert run.go_on([0], "dead") and run.go_on([0], "dead") and run.members == (0, 1)
     assert run.go_on([0], "dead") is None and run.gave_up.startswith("3 deaths came before step 2 was done")
     copy(copies, 1)

@@ -10,8 +10,8 @@ import torch
 
 from penstock.plans.build import uniform_plan
 from penstock.runtime.request import EvalRecord
-from penstock.runtime.steps.agreeing import Agreed, Order, agree, told_plan
-from penstock.runtime.steps.words import StepWord
+from penstock.runtime.steps.agreeing import Agreed, Order, agree, broadcast_plan
+from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
 
@@ -30,7 +30,7 @@ def groups_of(own: int, other: torch.Tensor, order: bytes = b"") -> Any:
     return SimpleNamespace(gather=gather, broadcast=lambda message, size: (message or order)[:size], sent=sent)
 
 
-def agreed(own: int, words: list[StepWord], other: list[StepWord], order: Order | None = None) -> Agreed:
+def agreed(own: int, words: list[StepMessage], other: list[StepMessage], order: Order | None = None) -> Agreed:
     """What process `own` concludes, while the other says `other`, and has the order if it is the first."""
     here, there = (order, b"") if own == 0 else (None, b"" if order is None else order.packed())
     rows = torch.tensor([word.row() for word in other], dtype=torch.float64)
@@ -41,38 +41,39 @@ def agreed(own: int, words: list[StepWord], other: list[StepWord], order: Order 
 
 
 def test_what_each_says_of_every_step_is_known_to_all() -> None:
-    mine = [StepWord(samples=3), StepWord(samples=4, figures=RankFigures(3.0, 2.0, 0.5, 0.25, 7.0), copied=9.0)]
+    mine = [StepMessage(samples=3), StepMessage(samples=4, figures=RankFigures(3.0, 2.0, 0.5, 0.25, 7.0), copied=9.0)]
     record = StepRecord(4, 5.5, 0.1, 100, 1000.0, skipped=True)
-    its = [StepWord(samples=7), StepWord(samples=8, record=record, evaluated=EvalRecord(5, 2.5, 0.125), copied=4.0)]
+    its = [StepMessage(samples=7), StepMessage(samples=8, record=record, evaluated=EvalRecord(5, 2.5, 0.125), copied=4.0)]
     found = agreed(0, mine, its)
-    assert found.words == ({0: mine[0], 3: its[0]}, {0: mine[1], 3: its[1]})
-    assert agreed(3, its, mine).words == found.words
+    assert found.messages == ({0: mine[0], 3: its[0]}, {0: mine[1], 3: its[1]})
+    assert agreed(3, its, mine).messages == found.messages
     assert found.safe_copy == 4.0 and found.order is None
 
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_plan_that_the_first_process_orders_goes_to_all(exact: bool) -> None:
     order = Order(PLAN, exact)
-    assert agreed(0, [StepWord()], [StepWord()], order).order == order
-    assert agreed(3, [StepWord()], [StepWord(order_bytes=len(order.packed()))], order).order == order
+    assert agreed(0, [StepMessage()], [StepMessage()], order).order == order
+    assert agreed(3, [StepMessage()], [StepMessage(order_bytes=len(order.packed()))], order).order == order
 
 
 @pytest.mark.parametrize("own", [0, 3])
 def test_any_of_them_ends_all(own: int) -> None:
-    for calm, hit in (([StepWord()], [StepWord(lost=True, asked_to_end=15)]), ([StepWord(lost=True, asked_to_end=15)], [StepWord()])):
+    hurt = StepMessage(lost_store=True, asked_to_end=15)
+    for calm, hit in (([StepMessage()], [hurt]), ([hurt], [StepMessage()])):
         found = agreed(own, calm, hit)
-        assert found.is_lost and found.ended_by == 15
-    assert not agreed(own, [StepWord()], [StepWord()]).is_lost
+        assert found.has_lost_store and found.ended_by == 15
+    assert not agreed(own, [StepMessage()], [StepMessage()]).has_lost_store
 
 
 def test_a_node_that_leaves_ends_nobody_else() -> None:
-    found = agreed(0, [StepWord()], [StepWord(asked_to_end=-15)])
+    found = agreed(0, [StepMessage()], [StepMessage(asked_to_end=-15)])
     assert (found.ended_by, found.leaving) == (0, (3,))
 
 
 @pytest.mark.parametrize(("due", "busy"), [((1, 0), (0, 0)), ((0, 0), (0, 0)), ((1, 0), (0, 1)), ((1, 0), (1, 0))])
 def test_a_checkpoint_is_due_when_none_is_still_written(due: tuple[int, int], busy: tuple[int, int]) -> None:
-    mine, its = ([StepWord(is_due=bool(d), is_saving=bool(b))] for d, b in zip(due, busy, strict=True))
+    mine, its = ([StepMessage(is_due=bool(d), is_saving=bool(b))] for d, b in zip(due, busy, strict=True))
     found = agreed(0, mine, its)
     assert found.is_due == (any(due) and not any(busy)) and found.is_saving == any(busy)
 
@@ -80,5 +81,5 @@ def test_a_checkpoint_is_due_when_none_is_still_written(due: tuple[int, int], bu
 @pytest.mark.parametrize("plan", [PLAN, None])
 def test_a_plan_of_the_first_process_alone(plan: Any) -> None:
     message = b"" if plan is None else Order(plan).packed()
-    assert told_plan(groups_of(0, torch.tensor([0])), plan) == plan
-    assert told_plan(groups_of(3, torch.tensor([len(message)]), message), None) == plan
+    assert broadcast_plan(groups_of(0, torch.tensor([0])), plan) == plan
+    assert broadcast_plan(groups_of(3, torch.tensor([len(message)]), message), None) == plan

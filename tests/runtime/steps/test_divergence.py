@@ -25,10 +25,9 @@ from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.checkpoints.folder import step_of, whole_checkpoints
 from penstock.runtime.checkpoints.reader import Checkpoint
-from penstock.runtime.run import Run
 from penstock.runtime.settings import TrainingSettings
-from penstock.runtime.steps.divergence import MAX_DROPPED, DivergedError, describe_divergence, is_diverged
-from penstock.runtime.steps.words import StepWord
+from penstock.runtime.steps.divergence import MAX_DROPPED, DivergedError, DivergenceGuard, describe_divergence, is_diverged
+from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.telemetry.steps import StepRecord
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.schedules.orders import gpipe
@@ -108,28 +107,27 @@ def test_a_skipped_update_leaves_no_trace() -> None:
 
 
 def test_the_fifth_in_a_row_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.run.describe_divergence", lambda *_: "the loss of step 7 is nan")
+    monkeypatch.setattr("penstock.runtime.steps.divergence.describe_divergence", lambda *_: "the loss of step 7 is nan")
     done, notes, record = list[Any](), list[str](), StepRecord(6)
-    stub: Any = SimpleNamespace(
-        _dropped=0, rank=SimpleNamespace(update=SimpleNamespace(scale=None)),
-        request=SimpleNamespace(settings=TrainingSettings(on_nan="skip")),
-        saves=SimpleNamespace(wait=lambda: done.append("whole")), world=SimpleNamespace(barrier=lambda: done.append("met")),
-        records=SimpleNamespace(note=notes.append, tell=lambda trained: done.append(trained.record)),
-    )  # fmt: skip
-    check: Any = Run._check_finite
+    world = SimpleNamespace(barrier=lambda: done.append("met"))
+    rank: Any = SimpleNamespace(update=SimpleNamespace(scale=None), world=world)
+    saves: Any = SimpleNamespace(wait=lambda: done.append("whole"))
+    records: Any = SimpleNamespace(note=notes.append, tell=lambda trained: done.append(trained.record))
+    guard = DivergenceGuard(rank, "skip", saves, records)
+    check: Any = guard.check
     for loss in [math.nan] * (MAX_DROPPED - 1) + [1.0] + [math.inf] * (MAX_DROPPED - 1):
-        check(stub, None, None, loss, 1.0)
+        check(None, None, loss, 1.0)
     assert len(notes) == 2 * (MAX_DROPPED - 1) and not done
     with pytest.raises(DivergedError, match="It was the 5th in a row"):
-        check(stub, None, None, 1.0, math.nan)
+        check(None, None, 1.0, math.nan)
     assert done == ["whole", "met"]
-    stub._dropped = MAX_DROPPED - 1
+    guard._dropped = MAX_DROPPED - 1
     with pytest.raises(DivergedError):
-        check(stub, None, None, math.nan, None, [StepWord(record=record)])
+        check(None, None, math.nan, None, [StepMessage(record=record)])
     assert done[2:] == [record, "whole", "met"]  # a step before it in the same program is told
-    stub._dropped, stub.rank.update.scale = 0, object()
-    check(stub, None, None, 1.0, math.inf)  # fp16: the loss scale sees to it
-    assert stub._dropped == 0
+    guard._dropped, rank.update.scale = 0, object()
+    check(None, None, 1.0, math.inf)  # fp16: the loss scale sees to it
+    assert guard._dropped == 0
 
 
 def test_a_run_that_diverges_keeps_what_was_good(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.request import EvalRecord, StepTold
+from penstock.runtime.request import EvalRecord, StepReport
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.steps.records import RunRecords, TrainedStep
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
@@ -30,7 +30,7 @@ def test_a_step_is_written_and_told_with_the_notes_before_it(tmp_path: Path) -> 
     records.tell(TrainedStep(StepRecord(4), "0b"))
     records.close()
     first, second = told
-    assert first == StepTold(3, 5.5, 100.0, None, evaluated, ("one.", "two.", "slow."))
+    assert first == StepReport(3, 5.5, 100.0, None, evaluated, ("one.", "two.", "slow."))
     assert (second.step, second.notes) == (4, ()) and second.loss != second.loss
     assert [(one.step, one.samples, one.plan) for one in read_steps(tmp_path / STEPS)] == [(3, "0a", 2), (4, "0b", 2)]
     assert records.evaluated == [evaluated]

@@ -33,7 +33,7 @@ class LineSpan:
 
 
 class _Message(msgspec.Struct):
-    """What every message of a chat has; templates may read more."""
+    """A message of a chat; templates may read more."""
 
     role: str
     content: str
@@ -117,7 +117,7 @@ def detect_fields(path: Path) -> LineFields:
 
 
 def parse_fields(text: str) -> LineFields:
-    """What `input=inputs,target=targets` means, or `text=body`.
+    """Parses `input=inputs,target=targets`, or `text=body`.
 
     >>> parse_fields("input=question, target=answer")
     ('question', 'answer')

@@ -23,7 +23,7 @@ Codes = list[list[npt.NDArray[np.uint8]]]
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one pass finds in a piece."""
+    """The findings of one pass in a piece."""
 
     digests: npt.NDArray[np.uint64]
     empty: npt.NDArray[np.bool_]

@@ -39,7 +39,7 @@ _INLINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TextRequest:
-    """What to prepare, and how."""
+    """A request to prepare text: the files, and how."""
 
     inputs: tuple[Path, ...]
     """Each file is a task."""

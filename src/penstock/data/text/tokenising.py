@@ -23,7 +23,7 @@ _BATCH = 256
 
 @dataclass(frozen=True)
 class TokenJob:
-    """What a process must know to tokenise."""
+    """A tokenising process' job."""
 
     fields: LineFields
     vocab_size: int

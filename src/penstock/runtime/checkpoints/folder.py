@@ -105,7 +105,7 @@ class _State(msgspec.Struct):
 
 
 class _Evaluated(msgspec.Struct):
-    """What a manifest says of an evaluation: all else in it, which may be much, is passed over."""
+    """The evaluation in a checkpoint's manifest: all else in it, which may be much, is passed over."""
 
     state: _State
 
@@ -137,7 +137,7 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def partial_folder(folder: Path, step: int, token: str) -> Path:
-    """Where the ranks of one run write the checkpoint of one step, until it is whole."""
+    """The folder in which the ranks of one run write the checkpoint of one step, until it is whole."""
     return folder / f"{_PARTIAL}{step}-{token}"
 
 

@@ -21,7 +21,7 @@ _MAY_CHANGE = ("dtype", "dropout", "attention_dropout", "fused_attention", "seq_
 
 
 def run_facts(model: Model, data: str, *, seed: int, global_batch: int) -> dict[str, Any]:
-    """What must stay the same in a run that goes on, whatever its plan, by the names that a user knows."""
+    """The facts that must stay the same in a run that goes on, whatever its plan, by the names that a user knows."""
     held = open_data(data)
     return {
         "--seed": seed,

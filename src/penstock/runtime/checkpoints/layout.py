@@ -86,7 +86,7 @@ class FlatRun:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """Where one local tensor of a rank lies."""
+    """The boxes of a checkpoint's tensor that one local tensor of a rank holds."""
 
     name: str
     """`op.parameter`; a weight that ops share has the name of its owner."""
@@ -204,7 +204,7 @@ def _neighbours(indices: Sequence[int]) -> tuple[FlatRun, ...]:
 
 
 def parameter_layout(module: OpModule, name: str, *, known: dict[Any, Any] | None = None) -> CheckpointLayout:
-    """Where an op's parameter lies; `known` remembers how ops of one kind are cut."""
+    """The layout of an op's parameter; `known` remembers how ops of one kind are cut."""
     known = {} if known is None else known
     cut = (module.op.signature, name, module.algo, module.tp.rank, module.tp.size)
     if cut not in known:

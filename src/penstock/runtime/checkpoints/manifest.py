@@ -36,7 +36,7 @@ def volume(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of one tensor share; None if nothing."""
+    """The intersection of two boxes of one tensor; None if they share nothing."""
     shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
@@ -85,7 +85,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class RankPart(msgspec.Struct, frozen=True):
-    """What one rank wrote: its file, that file's size, and its pieces (one each) by tensor name."""
+    """One rank's part of a checkpoint: its file, that file's size, and its pieces (one each) by tensor name."""
 
     rank: int
     step: int

@@ -66,12 +66,12 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What was given as state: data position, seeds, optimizer steps."""
+        """The state that was saved besides tensors: data position, seeds, optimizer steps."""
         return self.manifest.state
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What it holds: `weights`, `buffers`, and what the optimizer kept."""
+        """The kinds of tensors in it: `weights`, `buffers`, and what the optimizer kept."""
         return tuple(dict.fromkeys(name.partition("/")[0] for name in self.manifest.tensors))
 
     def check(self, expected: Mapping[str, tuple[int, ...]], kinds: Iterable[str] | None = None) -> None:
@@ -194,5 +194,5 @@ class PiecesInMemory:
 
 
 def _inside(part: Box, whole: Box) -> tuple[slice, ...]:
-    """Where a box lies in the tensor of one that covers it."""
+    """The slices at which a box lies in the tensor of a box that covers it."""
     return tuple(slice(a - origin, b - origin) for (a, b), (origin, _) in zip(part, whole, strict=True))

@@ -40,7 +40,7 @@ __all__ = ["ClockSettings", "DeviceClock"]
 
 @dataclass(frozen=True)
 class ClockSettings:
-    """How devices differ from what the cost model says."""
+    """Settings of emulated devices: how they differ from what the cost model says."""
 
     noise: float = 0.0
     """Standard deviation of each op's time, as a share of it."""
@@ -104,7 +104,7 @@ class DeviceClock:
         sleep_until(self._begin)
 
     def slower(self, rank: int, step: int) -> float:
-        """How many times as long a device takes in a step that has no work for it."""
+        """The slow-down of a device in a step that has no work for it."""
         self._disturbance.agree(self._disturbance.seen())
         return self._disturbance.now.compute(rank, step)
 
@@ -155,7 +155,7 @@ class DeviceClock:
         return torch.tensor([start + time_s], dtype=torch.float64)
 
     def link_factor(self, peer: int) -> float:
-        """How many times as long as predicted messages to another rank took in the last iteration."""
+        """The slow-down of messages to another rank in the last iteration, over their predicted time."""
         return self._disturbance.now.link(self.world.rank, peer, self._program.iteration + self._program.num_batches - 1)
 
     def received(self, buffer: int, stamp: torch.Tensor) -> None:
@@ -170,8 +170,8 @@ class DeviceClock:
             self._ready.pop(number, None)
 
     def updated(self) -> None:
-        """What follows the last backward passes: beside each other where transfers overlap, else in turn. Sums wait for the slowest rank
-        that holds the same weights."""
+        """Times gradient sums and update, which follow the last backward passes: beside each other where transfers overlap, else in turn.
+        Sums wait for the slowest rank that holds the same weights."""
         own = [self._last.get(stage, 0.0) for stage in range(self._program.num_stages)]
         table = self._gathered(*own).tolist()
         row = dict(zip(self.world.ranks, table, strict=True))

@@ -28,7 +28,7 @@ from penstock.runtime.telemetry.process_files import RankProcess
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["GpuLoad", "LoadAsked", "LoadTold", "RankLoads", "forget_loads", "load_path", "told_path"]
+__all__ = ["GpuLoad", "LoadReport", "LoadRequest", "RankLoads", "forget_loads", "load_path", "report_path"]
 
 _FOLDER = "loads"
 _SIZE, _PERIOD_S = 2048, 0.05
@@ -38,7 +38,7 @@ _USUAL, _SETTLING = 20, 2
 _GAIN = 0.8
 
 
-class LoadAsked(msgspec.Struct, frozen=True):
+class LoadRequest(msgspec.Struct, frozen=True):
     """A load, and for how long."""
 
     factor: float
@@ -52,8 +52,8 @@ class LoadAsked(msgspec.Struct, frozen=True):
     """Of the time, where it is to stay as it is."""
 
 
-class LoadTold(msgspec.Struct, frozen=True):
-    """What a rank says of a load."""
+class LoadReport(msgspec.Struct, frozen=True):
+    """A rank's report on a load."""
 
     share: float
     factor: float | None = None
@@ -62,12 +62,12 @@ class LoadTold(msgspec.Struct, frozen=True):
 
 
 def load_path(folder: str | Path, rank: int, name: str) -> Path:
-    """Where a load is asked for."""
+    """The file in which a load is asked for."""
     return Path(folder) / _FOLDER / f"{rank}-{name}.json"
 
 
-def told_path(path: Path) -> Path:
-    """Where the rank tells of it."""
+def report_path(path: Path) -> Path:
+    """The file in which the rank reports on it."""
     return path.with_suffix(".told")
 
 
@@ -80,7 +80,7 @@ def forget_loads(folder: str | Path) -> None:
 
 
 class DeviceLoad(Protocol):
-    """What keeps a device busy until it is closed."""
+    """Something that keeps a device busy until it is closed."""
 
     share: float
     """Of the time."""
@@ -156,15 +156,15 @@ class RankLoads:
                 if (asked := self._asked(path, step)) is not None:
                     return self._begin(path, asked)
 
-    def _asked(self, path: Path, step: int) -> LoadAsked | None:
-        """What is asked for in a step, by somebody who still is there."""
+    def _asked(self, path: Path, step: int) -> LoadRequest | None:
+        """The load that is asked for in a step, by a process that still runs."""
         try:
-            asked = msgspec.json.decode(path.read_bytes(), type=LoadAsked)
+            asked = msgspec.json.decode(path.read_bytes(), type=LoadRequest)
         except OSError:
             return None
         return asked if asked.first <= step <= asked.last and asked.asker.is_here else None
 
-    def _begin(self, path: Path, asked: LoadAsked) -> None:
+    def _begin(self, path: Path, asked: LoadRequest) -> None:
         steering = Steering(asked.factor)
         steering.share = 1.0 - 1.0 / asked.factor  # the rank has the rest of the time
         self._steering = None if asked.share or not self._usual else steering
@@ -193,7 +193,7 @@ class RankLoads:
     def _tell(self, factor: float | None) -> None:
         assert self._load is not None and self._path is not None
         with suppress(OSError):  # whoever asked has just ended it
-            write_bytes(told_path(self._path), msgspec.json.encode(LoadTold(self._load.share, factor, self._load.failed)))
+            write_bytes(report_path(self._path), msgspec.json.encode(LoadReport(self._load.share, factor, self._load.failed)))
 
     def close(self) -> None:
         """Ends a load."""

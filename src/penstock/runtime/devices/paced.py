@@ -31,7 +31,6 @@ from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Rank
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.source import Source
-from penstock.runtime.telemetry.observing import Observer
 from penstock.runtime.telemetry.predicting import ProgramTimes
 from penstock.runtime.transport.world import ProcessGroups
 
@@ -45,10 +44,9 @@ class PacedRank(Rank):
     """Of the plan in force; to be set before it trains."""
 
     def __init__(
-        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, observer: Observer | None = None,
-        clock: ClockSettings | None = None,
+        self, model: Model, groups: ProcessGroups, settings: TrainingSettings | None = None, clock: ClockSettings | None = None
     ) -> None:  # fmt: skip
-        super().__init__(model, groups, settings, observer)
+        super().__init__(model, groups, settings)
         # The machine is always late, for it computes as well: only the devices' own moments count.
         self._clock_settings = replace(clock or ClockSettings(), forgiven_s=math.inf, lead_s=0.0)
         self._stamps: dict[tuple[str, int, int, int], tuple[int, torch.Tensor]] = {}
@@ -68,7 +66,7 @@ class PacedRank(Rank):
         return result
 
     def probe_s(self, step: int) -> float:
-        """What work that takes a second where nothing slows the device takes now, by the clock of the devices."""
+        """Seconds that a second's work of an undisturbed device takes now, by the clock of the devices."""
         return self.clock.slower(self.groups.own, step)
 
     def load(self, step: Load) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.data.loader import ProgramLoader
+from penstock.programs.instructions import Program
 from penstock.runtime.devices.clock import ClockSettings
 from penstock.runtime.devices.timed import TimedRank
-from penstock.runtime.request import TIMED, WARM_UP, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import TIMED, WARM_UP, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import run_inputs
 from penstock.runtime.telemetry.observing import Observers, StageSpans, slowest_stages, times_of_ranks
@@ -61,21 +63,29 @@ def rehearse_rank(worker: Worker, request: TrainRequest, handover: Handover) -> 
             rank.run(program, times.workload(program))
             whole_s = time.perf_counter() - start_s - settings.lead_s
             stages.step_done(whole_s, loader.wait_s, num_steps=count)
-            idle = max(0.0, 1.0 - float(spans.busy_ns(position)[COMPUTE]) * 1e-9 / whole_s)
-            for number in range(count):
-                step, own = program.iteration + number, program.of_batch(number)
-                lengths = planner.form.positions(loader.batches[step].lengths)
-                steps_s.append(whole_s / count)
-                tokens.append(sum(int(side.sum()) for side in lengths) if plan.seq_length else program.num_samples // count)
+            busy_s = float(spans.busy_ns(position)[COMPUTE]) * 1e-9
+            for record in _records(program, loader, whole_s, busy_s):
+                steps_s.append(record.time_s or 0.0)
+                tokens.append(record.tokens or 0)
                 if log is not None:
-                    speed, wait_s, padding = tokens[-1] / steps_s[-1], loader.wait_s / count, padding_share(own)
-                    log.write(StepRecord(
-                        step, None, steps_s[-1], tokens[-1], speed, bubble_share=idle, planning_wait_s=wait_s, padding_share=padding,
-                    ))  # fmt: skip
-                    worker.tell(StepTold(step, None, speed))
+                    log.write(record)
+                    worker.tell(StepReport(record.step, None, record.tokens_per_s or 0.0))
             loader.wait_s, start_s = 0.0, time.perf_counter()
         usual_s = statistics.median(steps_s[WARM_UP:] or steps_s)
         stages.settle()
         speed, found = statistics.fmean(tokens) / usual_s, slowest_stages(plan.num_stages, stages, world.gather)
         ranks = times_of_ranks(world.ranks, stages.times(), world.gather)
         return TrainResult(0, len(steps_s), (), (), usual_s, speed, found, None, ranks=ranks)
+
+
+def _records(program: Program, loader: ProgramLoader, whole_s: float, busy_s: float) -> Iterator[StepRecord]:
+    """The records of a program's steps, of whose time each has the same part."""
+    count, form, time_s = program.num_batches, loader.planner.form, whole_s / program.num_batches
+    for number in range(count):
+        step = program.iteration + number
+        lengths = form.positions(loader.batches[step].lengths)
+        tokens = sum(int(side.sum()) for side in lengths) if loader.planner.plan.seq_length else program.num_samples // count
+        yield StepRecord(
+            step, None, time_s, tokens, tokens / time_s, bubble_share=max(0.0, 1.0 - busy_s / whole_s),
+            planning_wait_s=loader.wait_s / count, padding_share=padding_share(program.of_batch(number)),
+        )  # fmt: skip

@@ -47,7 +47,7 @@ class Channel:
         self._say(msgspec.msgpack.encode(message))
 
     def take(self, timeout_s: float | None = None) -> Message | None:
-        """What was heard next, `Gone` at last and for ever; None: nothing in that time."""
+        """The next message, `Gone` at last and for ever; None: nothing came in that time."""
         if not select.select([self._woken], [], [], timeout_s)[0]:
             return None
         found = self._heard.get()

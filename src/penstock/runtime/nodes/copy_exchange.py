@@ -98,7 +98,7 @@ class CopyMirror:
         if before is not None:
             before.close()
             for slot in self._slots if before.other != other else ():
-                copies.told_elsewhere(slot, SlotHead(0))
+                copies.mirrored_elsewhere(slot, SlotHead(0))
         self._closed = threading.Event()
         self._sealed: SealedSocket | None = None
         self._thread = threading.Thread(target=self._mirror, name="copy mirror", daemon=True)
@@ -123,7 +123,7 @@ class CopyMirror:
                     continue
                 try:
                     if self.other is None or self._put(self.other, slot, head):
-                        self._copies.told_elsewhere(slot, head)
+                        self._copies.mirrored_elsewhere(slot, head)
                 except SealedSocketError:  # whether the node is lost is for its channel to say
                     if self._sealed is not None:
                         self._sealed.close()
@@ -154,7 +154,7 @@ def bring_copies(
                 raise HolderLostError(str(error), address) from None
             if copies.head(slot).step != step:
                 raise HolderLostError(f"a node at {address.host} does not have the copy of step {step} that it told of.", address)
-        copies.told_elsewhere(slot, copies.head(slot))
+        copies.mirrored_elsewhere(slot, copies.head(slot))
 
 
 def _get(copies: Copies, key: bytes, slot: int, holder: NodeAddress, look: Callable[[], None]) -> None:
@@ -164,7 +164,7 @@ def _get(copies: Copies, key: bytes, slot: int, holder: NodeAddress, look: Calla
 
 
 def next_node(own: int, nodes: Mapping[int, NodeAddress]) -> NodeAddress | None:
-    """Who keeps the copies of a node: the one after it, or the first after the last."""
+    """The node that keeps the copies of another: the one after it, or the first after the last."""
     others = sorted(node for node in nodes if node != own)
     return nodes[next((node for node in others if node > own), others[0])] if others else None
 

@@ -49,7 +49,7 @@ CALL_S, _AGAIN_S = 600.0, 0.3
 
 @dataclass(frozen=True)
 class TakenLead:
-    """What a node knows that leads in place of another, which was lost."""
+    """Facts with which a node takes the lead from another, which was lost."""
 
     node: int
     """The one that was lost."""
@@ -136,7 +136,7 @@ class FollowingNode(OtherNodes):
                 self._mirror_copies(start)
             pool.revive(start.members, threads, (start.host, start.port))
             given = replace(request, plan=plan, resume=start.resume), handover, start.token, watching, going_on
-            pool.run(job, *given, timeout_s=_RUN_S, listen=_leave_if_told)
+            pool.run(job, *given, timeout_s=_RUN_S, listen=_leave_if_allowed)
             self._channel.send(NodeDone(start.attempt))
         except NodeLeaves as leaves:
             part(self._channel, Leaving(leaves.has_moved))
@@ -150,7 +150,7 @@ class FollowingNode(OtherNodes):
         return self._channel.take()
 
     def taken_lead(self, led: LedBy, why: str, *, has_left: bool) -> TakenLead:
-        """What this node says when it takes the lead from `led`."""
+        """The facts with which this node takes the lead from `led`."""
         assert self.started is not None
         expected = tuple(node for node in led.nodes or self.started.nodes if node not in (led.node, self._place.number))
         said = why.removeprefix(self._channel.who).strip(" .")
@@ -164,7 +164,7 @@ class FollowingNode(OtherNodes):
         return [self._channel]
 
     def hear(self, handle: Channel) -> WorkerError | None:
-        """What the leader says while ranks run."""
+        """Handles a message of the leader while ranks run."""
         match handle.take():
             case Stop():
                 raise _StopAsked
@@ -213,9 +213,9 @@ _RUN_S = 365 * 24 * 3600.0
 _LEADER_LEAVES = "the node that leads leaves."
 
 
-def _leave_if_told(rank: int, told: object) -> None:
-    if isinstance(told, MayLeave):
-        raise NodeLeaves(has_moved=told.has_moved)
+def _leave_if_allowed(rank: int, message: object) -> None:
+    if isinstance(message, MayLeave):
+        raise NodeLeaves(has_moved=message.has_moved)
 
 
 def _called(place: NodePlace, key: bytes, timeout_s: float, *, has_led: bool) -> SealedSocket:

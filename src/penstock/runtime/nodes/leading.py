@@ -101,7 +101,7 @@ class LeadingNode:
 
     @property
     def address(self) -> NodeAddress:
-        """Where this node's copies are."""
+        """The address at which this node serves its copies."""
         return NodeAddress(self.host, 0) if self._server is None else self._server.address
 
     def _tell_led(self) -> None:
@@ -146,7 +146,7 @@ class LeadingNode:
         return [rank for node in sorted(self.gone) for rank in self.ranks[node]]
 
     def order(self, request: TrainRequest, handover: Handover, token: str, going_on: GoingOn | None) -> None:
-        """What all nodes are told as soon as there is a place where their ranks meet. Copies that are lacking here are brought first."""
+        """Has all nodes start their ranks as soon as there is a place where these meet. Copies that are lacking here are brought first."""
         self._attempt += 1
         self._tell_led()
         address, job = handover
@@ -181,7 +181,7 @@ class LeadingNode:
         return all(node.is_done for node in self._nodes.values())
 
     def hear(self, handle: Channel) -> WorkerError | None:
-        """What one node says: a failure of its ranks, or that it is lost."""
+        """Handles a message of one node: a failure of its ranks, or that it is lost."""
         number, node = next((number, node) for number, node in self._nodes.items() if node.channel is handle)
         match handle.take():
             case Gone(text):
@@ -327,7 +327,7 @@ class LeadingNode:
 
 
 def lost_words(who: str, ranks: Sequence[int], why: str, *, has_left: bool) -> str:
-    """What is told of a node that is not there any more."""
+    """Words for a node that is not there any more."""
     whose = f"with rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
     return f"{who} leaves, {whose}, as it was asked to (SIGTERM)" if has_left else f"{who} is lost, {whose}: {why}"
 

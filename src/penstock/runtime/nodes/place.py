@@ -76,7 +76,7 @@ def ranks_here(request: TrainRequest) -> tuple[int, ...]:
 
 
 def threads_here(request: TrainRequest, plan: Plan) -> int:
-    """How many threads each process has under a plan, so that those with work share the cores of this machine."""
+    """Threads for each process under a plan, so that those with work share the cores of this machine."""
     num_here = len(set(plan.ranks) & set(ranks_here(request)))
     return max(1, len(os.sched_getaffinity(0)) // max(1, num_here))
 
@@ -94,18 +94,18 @@ def _secret() -> bytes:
 
 
 def node_key() -> bytes:
-    """What supervisors prove to each other that they hold."""
+    """The key that supervisors prove to each other that they hold."""
     return hmac.digest(_secret(), b"penstock supervisors", "sha256")
 
 
 def store_key() -> bytes:
-    """What seals the programs of a job on several nodes. All make it from the job's key: it is never sent."""
+    """The key that seals the programs of a job on several nodes. All make it from the job's key: it is never sent."""
     return hmac.digest(_secret(), b"penstock programs", "sha256")
 
 
 def node_facts(request: TrainRequest, watching: Watching | None = None) -> dict[str, Any]:
-    """What all nodes of a job have to be asked for alike, by the names that a user knows: else ranks would train for different things, or
-    wait for each other where they never meet."""
+    """The facts of a run that have to be the same on all nodes, by the names that a user knows: else ranks would train for different
+    things, or wait for each other where they never meet."""
     import penstock
     from penstock.plans.references import model_of
     from penstock.plans.schema import plan_to_dict

@@ -62,7 +62,7 @@ class SealedSocket:
         return str(self._socket.getsockname()[0])
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long the other end may say nothing, or take nothing, before it counts as gone."""
+        """Sets how long the other end may say nothing, or take nothing, before it counts as gone."""
         self._timeout_s = timeout_s
         self._socket.settimeout(timeout_s)
 

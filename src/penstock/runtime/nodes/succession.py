@@ -40,7 +40,7 @@ class LeaderLostError(PenstockError):
 
 
 class LedBy(msgspec.Struct, frozen=True):
-    """Who leads, and how another node is started for it."""
+    """The node that leads a run, and its address."""
 
     node: int
     host: str
@@ -63,7 +63,7 @@ def write_led(folder: str | Path, led: LedBy) -> None:
 
 
 def read_led(folder: str | Path) -> LedBy | None:
-    """Who leads a run; None: nobody, or it is on one machine."""
+    """Reads which node leads a run; None: nobody, or it is on one machine."""
     path = Path(folder) / _FILE
     if not path.is_file():
         return None
@@ -98,9 +98,9 @@ def beating(lock: RunLock) -> Iterator[None]:
 
 
 def succeed(folder: str | Path, own: int, term: int, why: str) -> LedBy | tuple[ExitStack, RunLock]:
-    """Who leads after the leader of `term` was lost: another node, or this one, which then holds the run's lock until it closes the stack.
-    A leader that merely stands still loses the lock. A node that was merely cut off has to end: whoever led goes on without it, or has
-    done so."""
+    """Decides who leads after the leader of `term` was lost: another node, or this one, which then holds the run's lock until it closes
+    the stack. A leader that merely stands still loses the lock. A node that was merely cut off has to end: whoever led goes on without it,
+    or has done so."""
     end = time.monotonic() + _SUCCESSION_S
     word, still_s = b"", 0.0
     time.sleep(_TURN_S * own)

@@ -41,7 +41,7 @@ from penstock.runtime.request import (
     MayLeave,
     NodePlace,
     PlanAdopted,
-    StepTold,
+    StepReport,
     TrainRequest,
     TrainResult,
 )  # fmt: skip
@@ -57,8 +57,8 @@ from penstock.timing.disturbance import DisturbanceStrike
 
 __all__ = ["Supervisor", "hearing", "with_safe_step"]
 
-Progress = Callable[[StepTold], None]
-_Hear = Callable[[StepTold | PlanAdopted], None]
+Progress = Callable[[StepReport], None]
+_Hear = Callable[[StepReport | PlanAdopted], None]
 _OPERATION_S = 1800.0
 """The longest that one transfer or collective may take."""
 _RUN_S = 365 * 24 * 3600.0
@@ -117,16 +117,12 @@ class Supervisor:
                 nullcontext() if rehearses else Interrupts(self._ask_to_end),
             ):
                 if taken is None:
-                    keep_inputs(request)
-                    forget_faults(request.out)  # asked of a run before, not of this one
-                    forget_loads(request.out)
-                    for strike in request.disturbance.strikes:
-                        ask_fault(request.out, _fault(strike, nodes_of(request)))
+                    _prepare_folder(request)
                 if planners.pool is not None and self._witness is not None:
                     planners.pool.on_replaced = partial(self._witness.tell, "replaced")
                 hear = hearing(self.request, planners, progress, recovery)
                 if rehearses:
-                    rehearsed = pool.run(rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, told: hear(told))
+                    rehearsed = pool.run(rehearse, request, planners.handover, timeout_s=_RUN_S, listen=lambda _, message: hear(message))
                     return rehearsed[request.plan.ranks[0]]
                 found = self._run(pool, planners, hear, recovery, nodes, going_on, lock)
         return found if recovery is None else recovery.whole(found)
@@ -193,11 +189,11 @@ class Supervisor:
                 forget_led(request.out)
 
     def _taken_over(self, recovery: RunRecovery, nodes: LeadingNode, taken: TakenLead) -> GoingOn:
-        """Where a run goes on from whose leader was lost: what that knew of it is in the run's folder."""
+        """The step from which a run goes on whose leader was lost: what that knew of it is in the run's folder."""
         out, lost = Path(self.request.out), nodes.ranks[taken.node]
         last = last_step(out)  # later ones were recorded before the run went back
         done = [one for one in read_steps(out / STEPS) if one.step <= last] if (out / STEPS).is_file() else []
-        recovery.take_over((StepTold(one.step, one.loss, one.tokens_per_s or 0.0) for one in done), plan_of_run(out))
+        recovery.take_over((StepReport(one.step, one.loss, one.tokens_per_s or 0.0) for one in done), plan_of_run(out))
         text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
         going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)
         if going_on is None:
@@ -250,14 +246,14 @@ class Supervisor:
                 if going_on is not None or nodes is not None:
                     pool.revive(members, threads_here(self.request, request.plan))
 
-                def listen(rank: int, told: StepTold | PlanAdopted | MayLeave) -> None:
+                def listen(rank: int, message: StepReport | PlanAdopted | MayLeave) -> None:
                     if rank == pool.members[0]:
                         self._require_lead(nodes, lock)
-                        if isinstance(told, MayLeave):
+                        if isinstance(message, MayLeave):
                             raise NodeLeaves
-                        hear(told)
+                        hear(message)
                         if not pool.has_failed:
-                            self._let_join(told, nodes)
+                            self._let_join(message, nodes)
 
                 job = (self._job, request, planners.handover, token, self._watching, going_on)
                 found: list[TrainResult] = pool.run(*job, timeout_s=_RUN_S, listen=listen)
@@ -271,7 +267,7 @@ class Supervisor:
             planners.begin_anew(going_on.step, program_planner(request))
 
     def _after(self, ended: WorkerError | _NodeJoins, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
-        """Where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that
+        """Decides where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that
         waits to join while another is lost does so later."""
         lost = [] if nodes is None else nodes.stop()
         knows_why = isinstance(ended, WorkerError) and not ended.lost_peer
@@ -288,7 +284,7 @@ class Supervisor:
         return going_on
 
     def _given_up(self, error: PenstockError, recovery: RunRecovery | None) -> PenstockError:
-        """What ends the run and why, with the step that is safe: that of the newest copies too, unless they cannot be written down."""
+        """The error that ends the run, and why, with the step that is safe: that of the newest copies too if these can be written."""
         if recovery is not None and recovery.gave_up:
             error = type(error)(f"{str(error).rstrip()}\n{recovery.gave_up}")
         try:
@@ -303,27 +299,27 @@ class Supervisor:
         if nodes is not None and not lock.is_held:
             raise LeaderLostError(f"this node stood still, and another leads the run in '{self.request.out}' now.")
 
-    def _let_join(self, told: StepTold | PlanAdopted, nodes: LeadingNode | None) -> None:
-        """Where a node waits to join: all begin anew with it, one step after all ranks have copied what they had learned."""
+    def _let_join(self, message: StepReport | PlanAdopted, nodes: LeadingNode | None) -> None:
+        """Lets a node join that waits to: all begin anew with it, one step after all ranks have copied what they had learned."""
         every = self.request.copies
-        if nodes is not None and nodes.is_asked and isinstance(told, StepTold) and told.step >= every and told.step % every == 0:
+        if nodes is not None and nodes.is_asked and isinstance(message, StepReport) and message.step >= every and message.step % every == 0:
             raise _NodeJoins
 
 
 def hearing(
     request: TrainRequest, planners: Planners, progress: Progress | None, recovery: RunRecovery | None = None
 ) -> _Hear:  # fmt: skip
-    """What becomes of what a run tells: another plan is written down and planners follow it there, `progress` hears the rest."""
+    """Handles what ranks tell the launcher: another plan is written down and planners follow it there, `progress` hears the rest."""
 
-    def hear(told: StepTold | PlanAdopted) -> None:
-        if isinstance(told, PlanAdopted):
+    def hear(message: StepReport | PlanAdopted) -> None:
+        if isinstance(message, PlanAdopted):
             if os.environ.get("RANK", "0") == "0":
-                put_in_force(request.out, told.step, told.plan)
+                put_in_force(request.out, message.step, message.plan)
             if recovery is not None:
-                recovery.adopted(told.plan)
-            planners.adopt(told.step, program_planner(replace(request, plan=told.plan)))
+                recovery.adopted(message.plan)
+            planners.adopt(message.step, program_planner(replace(request, plan=message.plan)))
             return
-        new = told if recovery is None else recovery.hear(told)
+        new = message if recovery is None else recovery.hear(message)
         if progress is not None and new is not None:
             progress(new)
 
@@ -335,8 +331,17 @@ def with_safe_step(error: PenstockError, request: TrainRequest, first_step: int)
     return type(error)(f"{str(error).rstrip()}\n{safe_step(request, first_step)}")
 
 
+def _prepare_folder(request: TrainRequest) -> None:
+    """Has a run's folder keep its inputs, and ask for the faults of its disturbance and no others."""
+    keep_inputs(request)
+    forget_faults(request.out)  # asked of a run before, not of this one
+    forget_loads(request.out)
+    for strike in request.disturbance.strikes:
+        ask_fault(request.out, _fault(strike, nodes_of(request)))
+
+
 def _fault(strike: DisturbanceStrike, nodes: Sequence[Sequence[int]]) -> Fault:
-    """What is asked of a rank so that a strike happens: it strikes the supervisor of its node too."""
+    """The fault to ask a rank for so that a strike happens: it strikes the supervisor of its node too."""
     rank = strike.rank if strike.rank is not None else FIRST_RANK if strike.node is None else nodes[strike.node][0]
     return Fault(strike.kind, rank, strike.phase, strike.first, strike.rank is None)
 

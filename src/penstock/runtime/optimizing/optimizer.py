@@ -81,7 +81,7 @@ class Optimizer:
         torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
 
     def state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        """What is kept for one weight, in its shape (`master`, `exp_avg`, …), and the count of its steps (`step`)."""
+        """The optimizer's state of one weight, in its shape (`master`, `exp_avg`, …), and the count of its steps (`step`)."""
         raise TypeError(f"{type(self).__name__} has no state")
 
     def load_state(self, parameter: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:

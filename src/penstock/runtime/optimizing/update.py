@@ -40,7 +40,7 @@ class LossScale:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one iteration did, the same on every rank."""
+    """The result of one iteration, the same on every rank."""
 
     loss: torch.Tensor
     """Of the global batch; a tensor, so that the device is not waited for until someone reads it."""
@@ -95,8 +95,8 @@ class Update:
         self._zero()
 
     @torch.no_grad()
-    def told(self, iteration: int, losses: torch.Tensor, tokens: Sequence[int]) -> tuple[StepResult, ...]:
-        """What the iterations from this one on did whose stages updated by themselves; given this rank's shares of their losses and
+    def results(self, iteration: int, losses: torch.Tensor, tokens: Sequence[int]) -> tuple[StepResult, ...]:
+        """Results of the iterations from this one on, whose stages updated by themselves; given this rank's shares of their losses and
         tokens."""
         gathered = self._gathered(torch.stack([torch.tensor(tokens, dtype=torch.float64, device=self.world.device), losses], dim=1))
         rates = [self.settings.rate.at(iteration + number) for number in range(len(tokens))]
@@ -182,7 +182,7 @@ class Update:
         return not (math.isfinite(found_norm) and math.isfinite(found_loss))
 
     def factor(self, norm: torch.Tensor, clip_norm: float | None) -> torch.Tensor | None:
-        """What gradients are multiplied by before the update: fp16's scale is taken off, and a `norm` above `clip_norm`. None: nothing to
+        """The factor of gradients before the update: fp16's scale is taken off, and a `norm` above `clip_norm`. None: nothing to
         do."""
         factor = torch.full((), 1.0 / self._scale_value(), device=self.world.device)
         if clip_norm is not None:

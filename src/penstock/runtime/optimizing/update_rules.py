@@ -91,7 +91,7 @@ class LambRule(UpdateRule):
 
     @torch.no_grad()
     def direction(self, weight: nn.Parameter) -> torch.Tensor:
-        """Where a weight goes after `advance`, before its length is known; made anew each time, so that none of it is held."""
+        """The direction of a weight's step after `advance`, before its length is known; made anew each time, so that none of it is held."""
         state, own = self.state[weight], self.settings
         mean, square = state["exp_avg"] / (1 - own.betas[0] ** state["step"]), state["exp_avg_sq"] / (1 - own.betas[1] ** state["step"])
         return mean.div_(square.sqrt_().add_(own.eps)).add_(weight, alpha=own.weight_decay)

@@ -158,7 +158,7 @@ class CutModule:
         return ModuleChain(self, ops, places)
 
     def carried(self, before: int) -> list[tuple[TensorSpec, Site]]:
-        """What crosses the cut before an op."""
+        """The carry that crosses the cut before an op."""
         specs = self.model.carry_before(before)
         return list(zip(specs, self.skipping.cuts[before - 1].sites, strict=True)) if 0 < before < self.model.num_ops else []
 
@@ -183,7 +183,7 @@ class ModuleChain(nn.Module):
         return (b for op in self.ops for b in op.buffers())
 
     def forward(self, batch: Batch, carry: Carry | None = None, recompute: Collection[int] = ()) -> Carry:
-        """What crosses the cut after its last unit, or the loss."""
+        """Runs its units; the carry after the last one, or the loss."""
         cut: CutModule = self.cut
         if cut.module.training != batch.training:
             cut.module.train(batch.training)
@@ -218,7 +218,7 @@ def _sizes(shape: tuple[int, ...] | None) -> str:
 
 
 def described_styles(model: Model) -> Styles:
-    """How the description of a model divides parts of its module."""
+    """The tensor-parallel styles by which a model's description divides parts of its module."""
     return {
         _inside("" if place.name == "module" else place.name.partition("#")[0], part): style
         for place in model.ops

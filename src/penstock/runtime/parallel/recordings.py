@@ -82,7 +82,7 @@ class Recordings:
         return micro_batch in self._in_slot
 
     def forward(self, micro_batch: int, batch: Batch, carry: Carry, recompute: list[int], *, alone: bool) -> Carry | None:
-        """What leaves; None where the pass has to run as ever, for example because somebody watches an op.
+        """Replays the pass, or records it; None where it has to run as ever, for example because somebody watches an op.
 
         `alone`: no pass that ran as ever waits for its backward pass. Its graph would tie the weights' gradients to a stream that
         is not the recording's.
@@ -160,7 +160,7 @@ class Recordings:
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, slot: _Slot) -> Iterator[None]:
-    """What is issued meanwhile is recorded, in the slot's memory. Other threads may do as they like."""
+    """Records what is issued inside as a CUDA graph, in the slot's memory. Other threads may do as they like."""
     graph.capture_begin(slot.pool, capture_error_mode="thread_local")
     try:
         yield

@@ -46,7 +46,7 @@ class Shard:
 
     @property
     def part(self) -> nn.Parameter:
-        """What this rank updates."""
+        """The part of a weight that this rank updates."""
         return self.held.parameter
 
 

@@ -149,8 +149,8 @@ class Copies:
             if (head := self.head(slot)).marked:
                 yield slot, head
 
-    def told_elsewhere(self, slot: int, head: SlotHead) -> None:
-        """Another node has this copy. One that was begun in its slot since then is not meant."""
+    def mirrored_elsewhere(self, slot: int, head: SlotHead) -> None:
+        """Notes that another node has this copy. One that was begun in its slot since then is not meant."""
         self._memory.write(slot * _SLOT_BYTES + _ELSEWHERE, struct.pack("<q", head.marked))
 
     def read(self, slot: int, head: SlotHead) -> Iterator[bytes]:
@@ -175,7 +175,7 @@ class Copies:
             memory.write(slot * _SLOT_BYTES, struct.pack("<q", head.marked))
 
     def state(self, step: int) -> TrainedState:
-        """What all ranks together had learned after so many steps."""
+        """The state of all ranks together after so many steps."""
         pieces, state = self._copied(step)
         kinds = optimizer_kinds((one.name, one.shape) for one in pieces)
         numbers = frozenset(kind for kind, is_number in kinds.items() if is_number)
@@ -238,7 +238,7 @@ def _handed(num_processes: int, memory: SharedMemory, mirrored: bool) -> Copies:
 
 
 def _places(pieces: Sequence[TensorPiece]) -> tuple[list[int], int]:
-    """Where the bytes of each piece begin, and where the last end."""
+    """Offsets of the pieces' bytes, and the size of all."""
     offsets, end = [], 0
     for piece in pieces:
         offsets.append(end)

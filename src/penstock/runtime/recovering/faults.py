@@ -50,7 +50,7 @@ class FaultAsked(Exception):
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What happens to a rank, and when."""
+    """A fault that somebody asked for: its kind, the rank, and when."""
 
     kind: FaultKind
     rank: int
@@ -120,11 +120,11 @@ class RankFaults:
                     self._due[path] = fault
 
     def observer(self, before: Observer | None) -> Observer | None:
-        """Who observes the next program: as before, and with a fault in it if there is to be one."""
+        """The observer of the next program, which carries out a fault if there is to be one."""
         return Observers(*([] if before is None else [before]), _FaultyProgram(self)) if self._due else before
 
     def meet(self, phase: str) -> None:
-        """Where a phase is that a fault may be in."""
+        """Carries out a fault that was asked for in this phase."""
         for path, fault in self._due.items():
             if fault.phase == phase:
                 path.unlink(missing_ok=True)  # the folder stays: the next one may be on its way into it

@@ -39,7 +39,7 @@ class FrozenRanks:
         self._longest_s = 0.0
 
     def look(self, processes: Mapping[int, int], board: StatusBoard) -> dict[int, str]:
-        """What is wrong with which rank; `processes` are the ids of those that may run."""
+        """Looks for ranks that have stopped making progress, and says why; `processes` are the ids of those that may run."""
         now = self._clock()
         # Not more than one look's time: a launcher that was stopped itself has seen nothing meanwhile.
         passed_s = 0.0 if self._last_s is None else min(now - self._last_s, 2 * LOOK_S)

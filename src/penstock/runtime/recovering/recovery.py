@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,7 +21,7 @@ from penstock.plans.texts import format_ranks
 from penstock.runtime.checkpoints.folder import latest_checkpoint, step_of, whole_checkpoints
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.recovering.copies import SLOTS
-from penstock.runtime.request import GoingOn, StepTold, TrainRequest, TrainResult
+from penstock.runtime.request import GoingOn, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import CHECKPOINTS, go_back
 
 if TYPE_CHECKING:
@@ -61,6 +61,20 @@ class CopiesLeft(Protocol):
         """Writes those of a step down as a checkpoint."""
 
 
+@dataclass(frozen=True)
+class _ProcessChange:
+    """Processes that have died, left or come."""
+
+    event: str
+    """`replaced`, `shrunk` or `joined`."""
+    step: int
+    """The one that training goes on from."""
+    ranks: tuple[int, ...]
+    done: int
+    """Steps that were done before."""
+    since_s: float
+
+
 class RunRecovery:
     """Follows one run in its launcher, from death to death."""
 
@@ -72,47 +86,46 @@ class RunRecovery:
         self.members = tuple(members)
         """The devices that have a process."""
         self._begun, self._first_step, self._copies, self._witness = request, first_step, copies, witness
-        self._told: dict[int, StepTold] = {}
+        self._reports: dict[int, StepReport] = {}
         self._notes: list[str] = []
         """To be told with the next step that is new."""
         self._dead: list[tuple[int, ...]] = []
         """Ranks that have died since a step was done for the first time, those that did together; nobody where all that is known is that
         some lost others."""
-        self._lost: tuple[str, int, tuple[int, ...], int, float] | None = None
-        """Event, step, ranks, steps behind it, and when: of a death that no step has followed yet."""
+        self._change: _ProcessChange | None = None
+        """The last one, while no step has followed it yet."""
         self.gave_up = ""
         """Why the run has to end with the last death."""
 
     @property
     def done(self) -> int:
         """Steps that the run has done, those that are done again not counted."""
-        return max(self._told, default=self._first_step - 1) + 1
+        return max(self._reports, default=self._first_step - 1) + 1
 
-    def hear(self, told: StepTold) -> StepTold | None:
+    def hear(self, told: StepReport) -> StepReport | None:
         """A step was done; what to tell of it: nothing where it was done again."""
-        if self._lost is not None:
-            self._notes.append(self._back(told))
+        if self._change is not None:
+            self._notes.append(self._went_on(told, self._change))
+            self._change = None
         is_new = told.step >= self.done
-        self._told[told.step] = told
+        self._reports[told.step] = told
         if not is_new:
             return None
         self._dead.clear()
         notes, self._notes = (*self._notes, *told.notes), []
         return replace(told, notes=notes)
 
-    def _back(self, told: StepTold) -> str:
-        """The first step after a death: it is over."""
-        assert self._lost is not None
-        event, step, ranks, before, since_s = self._lost
-        self._lost, pause_s = None, time.monotonic() - since_s
-        again = {0: "no step is done again", 1: "1 step is done again"}.get(before - step, f"{before - step} steps are done again")
+    def _went_on(self, told: StepReport, change: _ProcessChange) -> str:
+        """A note on the first step after a change of processes, which is told to the witness too."""
+        ranks, pause_s, num_again = change.ranks, time.monotonic() - change.since_s, change.done - change.step
+        again = {0: "no step is done again", 1: "1 step is done again"}.get(num_again, f"{num_again} steps are done again")
         plan = f"a plan of ranks {format_ranks(self.request.plan.ranks)} is in force"
         who, has, is_ = ("rank", "has another process", "is") if len(ranks) == 1 else ("ranks", "have other processes", "are")
         how = has if set(ranks) <= set(self.members) else f"{is_} left out, {plan}"
-        if event == "joined":
+        if change.event == "joined":
             how = f"{is_} there, {plan}"
-        text = f"{who} {format_ranks(ranks)} {how}. Training went on from step {step} after {pause_s:.2g} s; {again}"
-        self._tell(event, told.step, ranks, text, pause_s)
+        text = f"{who} {format_ranks(ranks)} {how}. Training went on from step {change.step} after {pause_s:.2g} s; {again}"
+        self._tell(change.event, told.step, ranks, text, pause_s)
         return text + "."
 
     def _tell(self, event: str, step: int, ranks: Sequence[int], text: str, pause_s: float | None = None) -> None:
@@ -162,10 +175,10 @@ class RunRecovery:
         if self._copies is not None:
             self._copies.go_back(found.step if found.from_copies else None)
         go_back(self.request.out, found.step, self.request.plan)
-        if self._lost is not None:  # one died while others took the place of another: both are told of when it is over
-            who = tuple(sorted({*who, *self._lost[2]})) if self._lost[0] == event else who
-            since_s = self._lost[4]
-        self._lost = event, found.step, who, self.done, since_s
+        if (last := self._change) is not None:  # one died while others took the place of another: both are told of when it is over
+            who = tuple(sorted({*who, *last.ranks})) if last.event == event else who
+            since_s = last.since_s
+        self._change = _ProcessChange(event, found.step, who, self.done, since_s)
         return found
 
     def join(self, ranks: Sequence[int]) -> GoingOn:
@@ -177,9 +190,9 @@ class RunRecovery:
             self.request = replace(self.request, plan=self._begun.plan)
         return self._from_newest("joined", tuple(ranks), since_s)
 
-    def take_over(self, told: Iterable[StepTold], plan: Plan) -> None:
+    def take_over(self, told: Iterable[StepReport], plan: Plan) -> None:
         """The launcher before this one, on another node, has heard of these steps, and the run before it of some; `plan` was in force."""
-        self._told = {one.step: one for one in told if one.step >= self._first_step}
+        self._reports = {one.step: one for one in told if one.step >= self._first_step}
         self.adopted(plan)
 
     def _newest(self) -> GoingOn:
@@ -205,7 +218,7 @@ class RunRecovery:
 
     def whole(self, found: TrainResult) -> TrainResult:
         """The result of the processes that came to the end, with all steps of those before them."""
-        told = [self._told[step] for step in sorted(self._told)]
+        told = [self._reports[step] for step in sorted(self._reports)]
         losses = tuple(float("nan") if one.loss is None else one.loss for one in told)
         evaluated = tuple(one.evaluated for one in told if one.evaluated is not None)
         moved = self.request.plan if self.request.plan != self._begun.plan else None

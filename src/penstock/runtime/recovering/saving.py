@@ -76,7 +76,7 @@ class RunSaves:
         return self._writer is not None and self._writer.busy
 
     def after(self, done: int, evaluated: EvalRecord | None, *, is_due: bool, is_saving: bool = False, leaves: bool = False) -> None:
-        """What is to be saved after a step; all have agreed whether it is time for a checkpoint, whether anybody still writes the last one,
+        """Saves what is due after a step; all have agreed whether it is time for a checkpoint, whether anybody still writes the last one,
         and whether a node is to leave."""
         every, copied, best_loss = self._request.checkpoint_every, self._request.copies, None
         if evaluated is not None and evaluated.loss < self._best_loss:
@@ -135,12 +135,12 @@ class RunSaves:
         self._interval.saved(start_s, time.monotonic())
 
     def _state(self, done: int) -> dict[str, Any]:
-        """What is no tensor of a checkpoint or a copy. The facts of the run are told by the plan's first rank alone."""
+        """The state in a checkpoint or a copy that is no tensor. The facts of the run are told by the plan's first rank alone."""
         facts = {} if self._rank.world.place else self._facts
         return {**rank_state(self._rank), "data": self._batches.state(done), RUN: facts}
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
-        """What every plan of the run has in common."""
+        """The facts that every plan of the run has in common."""
         request = self._request
         return run_facts(self._rank.model, request.data, seed=request.settings.seed, global_batch=request.plan.global_batch)

@@ -10,13 +10,13 @@ import msgspec
 import torch
 
 from penstock.plans.schema import plan_from_dict, plan_to_dict
-from penstock.runtime.steps.words import StepWord
+from penstock.runtime.steps.messages import StepMessage
 
 if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.transport.world import ProcessGroups
 
-__all__ = ["Agreed", "Order", "agree", "told_plan"]
+__all__ = ["Agreed", "Order", "agree", "broadcast_plan"]
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all processes know after a program, and will do before the next."""
+    """The state of the run after a program, as all processes agree on it, and what they will do before the next."""
 
-    words: tuple[Mapping[int, StepWord], ...]
+    messages: tuple[Mapping[int, StepMessage], ...]
     """Of each step of the program (one, but for asynchronous plans), what each process said."""
     ended_by: int
     """The signal that asks any of them to end, so that they do so after the same step."""
@@ -53,38 +53,38 @@ class Agreed:
     @property
     def is_due(self) -> bool:
         """Whether it is time for a checkpoint, which none is still writing."""
-        return any(word.is_due for word in self.words[-1].values()) and not self.is_saving
+        return any(one.is_due for one in self.messages[-1].values()) and not self.is_saving
 
     @property
     def is_saving(self) -> bool:
         """Whether any still writes the last checkpoint: until the first rank is done with it, it is not whole."""
-        return any(word.is_saving for word in self.words[-1].values())
+        return any(one.is_saving for one in self.messages[-1].values())
 
     @property
-    def is_lost(self) -> bool:
+    def has_lost_store(self) -> bool:
         """Whether one gets no more programs, so that all have to end."""
-        return any(word.lost for word in self.words[-1].values())
+        return any(one.lost_store for one in self.messages[-1].values())
 
     @property
     def safe_copy(self) -> float:
         """The newest step of which all copies are safe."""
-        return min(word.copied for word in self.words[-1].values())
+        return min(one.copied for one in self.messages[-1].values())
 
 
-def agree(groups: ProcessGroups, members: Sequence[int], own: Sequence[StepWord], order: Order | None) -> Agreed:
+def agree(groups: ProcessGroups, members: Sequence[int], own: Sequence[StepMessage], order: Order | None) -> Agreed:
     """Exchanges what every process says of each step of a program (`own`: this one), and the `order` of the first of `members`, which alone
     has any; all get the same."""
     message = b"" if order is None else order.packed()
     said = [*own[:-1], replace(own[-1], order_bytes=len(message))]
-    table = groups.gather(torch.tensor([word.row() for word in said], dtype=torch.float64)).tolist()
-    words = tuple({member: StepWord.of_row(rows[at]) for member, rows in zip(members, table, strict=True)} for at in range(len(said)))
-    size = words[-1][members[0]].order_bytes
-    ended_by, leaving = _asked({member: word.asked_to_end for member, word in words[-1].items()})
-    return Agreed(words, ended_by, leaving, Order.unpacked(groups.broadcast(message, size)) if size else None)
+    table = groups.gather(torch.tensor([one.row() for one in said], dtype=torch.float64)).tolist()
+    messages = tuple({member: StepMessage.of_row(rows[at]) for member, rows in zip(members, table, strict=True)} for at in range(len(said)))
+    size = messages[-1][members[0]].order_bytes
+    ended_by, leaving = _asked({member: one.asked_to_end for member, one in messages[-1].items()})
+    return Agreed(messages, ended_by, leaving, Order.unpacked(groups.broadcast(message, size)) if size else None)
 
 
-def told_plan(groups: ProcessGroups, plan: Plan | None) -> Plan | None:
-    """The plan that the first process has, in all of them."""
+def broadcast_plan(groups: ProcessGroups, plan: Plan | None) -> Plan | None:
+    """Returns in every process the plan that the first one has."""
     message = b"" if plan is None else Order(plan).packed()
     size = int(groups.gather(torch.tensor([len(message)]))[0])
     return Order.unpacked(groups.broadcast(message, size)).plan if size else None

@@ -1,21 +1,25 @@
-"""A loss or gradients that are not finite: in whose hands they first were so, and how many such updates in a row are dropped."""
+"""A loss or gradients that are not finite: which samples or weights they come from, and whether their update is dropped or ends the run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.errors import PenstockError, first_of
 from penstock.plans.ranks import seats_of
+from penstock.runtime.steps.messages import StepMessage, whole_digest
+from penstock.runtime.steps.records import RunRecords, TrainedStep
 
 if TYPE_CHECKING:
     from penstock.programs.instructions import Program
     from penstock.runtime.optimizing.update import StepResult
     from penstock.runtime.rank import Rank
+    from penstock.runtime.recovering.saving import RunSaves
 
-__all__ = ["MAX_DROPPED", "DivergedError", "describe_divergence", "is_diverged"]
+__all__ = ["MAX_DROPPED", "DivergedError", "DivergenceGuard", "describe_divergence", "is_diverged"]
 
 MAX_DROPPED = 5
 """A run ends after so many updates in a row that were dropped: they are no accident."""
@@ -24,6 +28,35 @@ _MAX_SAMPLES, _MAX_NAMED = 16, 4
 
 class DivergedError(PenstockError):
     """Training cannot go on: its numbers are no longer finite."""
+
+
+class DivergenceGuard:
+    """Ends a run, on all ranks, before anything of a step that is not finite is saved; or counts the updates that are dropped instead."""
+
+    def __init__(self, rank: Rank, on_nan: str, saves: RunSaves, records: RunRecords) -> None:
+        self._rank, self._on_nan, self._saves, self._records = rank, on_nan, saves, records
+        self._dropped = 0
+        """Updates in a row that were dropped."""
+
+    def check(
+        self, program: Program, result: StepResult, loss: float, norm: float | None, before: Sequence[StepMessage] = ()
+    ) -> None:  # fmt: skip
+        """Raises `DivergedError` unless the step is finite, or dropped. Steps `before` it in the same program are still told."""
+        if not is_diverged(loss, norm, scaled=self._rank.update.scale is not None):
+            self._dropped = 0
+            return
+        self._dropped += 1
+        what = describe_divergence(self._rank, program, result, len(before))
+        if self._on_nan == "skip" and self._dropped < MAX_DROPPED:
+            self._records.note(f"{what}. Its update was dropped.")
+            return
+        for message in before:
+            if message.record is not None:
+                self._records.tell(TrainedStep(message.record, whole_digest([message])))
+        self._saves.wait()
+        self._rank.world.barrier()  # the first rank to fail ends the others, rank 0 included, which completes the checkpoint before
+        advice = f"It was the {MAX_DROPPED}th in a row" if self._dropped > 1 else "--on-nan skip would drop such updates"
+        raise DivergedError(f"{what}. Nothing of this step was saved. {advice}; look at the samples, or lower --lr.")
 
 
 def is_diverged(loss: float, norm: float | None, *, scaled: bool) -> bool:

@@ -1,4 +1,4 @@
-"""What a run tells: of every step a line in `steps.jsonl`, and a word to the launcher with the notes of the moment."""
+"""Records of a run's steps: a line each in `steps.jsonl`, and a message to the launcher with the notes since the last one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from penstock.runtime.request import EvalRecord, StepTold
+from penstock.runtime.request import EvalRecord, StepReport
 from penstock.runtime.run_folder import STEPS, plans_of_run
 from penstock.runtime.telemetry.nvml import DeviceLog, NvmlMissing, gpu_uuid
 from penstock.runtime.telemetry.spans import SpanRecorder
@@ -23,7 +23,7 @@ __all__ = ["RunRecords", "TrainedStep"]
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What all processes know of a step."""
+    """A step as all processes know it."""
 
     record: StepRecord
     samples: str
@@ -32,9 +32,12 @@ class TrainedStep:
 
 
 class RunRecords:
-    """The records of one process: each keeps what was evaluated and samples its GPU, the first of the job tells of steps and has notes."""
+    """The records of one process: each keeps the figures of all steps and samples its GPU, the first of the job writes and tells them."""
 
     def __init__(self, worker: Worker, out: Path, spans: SpanRecorder, *, is_first: bool, anew: bool) -> None:
+        self.losses: list[float] = []
+        self.times_s: list[float] = []
+        self.tokens: list[int] = []
         self.evaluated: list[EvalRecord] = []
         self.plan_number = len(plans_of_run(out)) - 1 if is_first else 0
         """How many plans the run has had before the one in force, as far as the first process knows."""
@@ -46,43 +49,48 @@ class RunRecords:
         self._notes: list[str] = []
         """Those that the launcher has not been told yet."""
         self._noted: set[str] = set()
-        """What was said once, and is not said again."""
+        """Topics of which nothing more is said."""
         self._gpu = self._gpu_log(out)
 
     def close(self) -> None:
-        """The run has ended."""
+        """Ends the threads that sample and write."""
         if self._gpu is not None:
             self._gpu.close()
         if self._log is not None:
             self._log.close()
 
     def flush(self) -> None:
-        """Puts all that was told into files."""
+        """Returns when all steps told so far are in their file."""
         if self._log is not None:
             self._log.flush()
 
     def note(self, *notes: str) -> None:
-        """Goes to the launcher with the next step."""
+        """Has the launcher told with the next step."""
         if self._log is not None:
             self._notes += notes
 
     def note_once(self, topic: str, note: str) -> None:
-        """Notes something, and nothing more of that topic later."""
+        """Notes something, unless anything of that topic was noted before."""
         if topic not in self._noted:
             self._noted.add(topic)
             self.note(note)
 
     def tell(self, trained: TrainedStep) -> None:
-        """Writes down, and tells the launcher of, a step that all have ended."""
+        """Keeps a step that all have ended; the first process writes it down and tells the launcher of it."""
+        record = trained.record
+        loss = math.nan if record.loss is None else record.loss
+        self.losses.append(loss)
+        self.times_s.append(record.time_s or 0.0)
+        self.tokens.append(record.tokens or 0)
         if trained.evaluated is not None:
             self.evaluated.append(trained.evaluated)
         if self._log is None:
             return
-        record = msgspec.structs.replace(trained.record, samples=trained.samples, plan=self.plan_number)
+        record = msgspec.structs.replace(record, samples=trained.samples, plan=self.plan_number)
         self._log.write(record)
         self._note_silence((("steps", self._log.error), ("spans", self._spans.error)))
-        loss, rate = math.nan if record.loss is None else record.loss, record.tokens_per_s or 0.0
-        self._worker.tell(StepTold(record.step, loss, rate, record.gpu_utilisation, trained.evaluated, tuple(self._notes)))
+        rate = record.tokens_per_s or 0.0
+        self._worker.tell(StepReport(record.step, loss, rate, record.gpu_utilisation, trained.evaluated, tuple(self._notes)))
         self._notes.clear()
 
     def _note_silence(self, errors: Iterable[tuple[str, object]]) -> None:
@@ -92,7 +100,7 @@ class RunRecords:
                 self.note_once(what, f"{what} are no longer recorded: {error}.")
 
     def gpu_sample(self) -> dict[str, float | None]:
-        """What NVML said last of this process' GPU, as fields of a record."""
+        """Use, clock and power of this process' GPU, as NVML last had them, as fields of a record."""
         now = None if self._gpu is None else self._gpu.latest
         if now is None:
             return {}

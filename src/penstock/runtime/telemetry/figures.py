@@ -23,7 +23,7 @@ __all__ = ["RankFigures", "StepMeter"]
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured in one step, and what its costs predicted of it, in seconds; 0 where nothing is known."""
+    """One rank's measured times of one step, and those that its costs predicted, in seconds; 0 where nothing is known."""
 
     compute_s: float = 0.0
     """Its passes, without waiting for other stages."""

@@ -21,7 +21,7 @@ __all__ = ["PeakTimes"]
 
 
 class PeakTimes:
-    """What samples would take if all devices of a plan computed nothing else at their peak: no padding, nothing twice."""
+    """The time of samples if all devices of a plan computed nothing else at their peak: no padding, nothing twice."""
 
     def __init__(self, plan: Plan, model: Model, cluster: Cluster) -> None:
         devices = [cluster.device(rank) for rank in plan.ranks]

@@ -171,7 +171,7 @@ class StageSpans:
             self._before, self._spans = [*self._spans, *((None, *one) for one in exchanges)], []
 
     def paused(self, time_s: float) -> None:
-        """What came between that step and the next has ended."""
+        """Counts the time between the last step and the next as a pause."""
         if self._num_steps:
             self._whole_s += time_s
             self._sums["pauses_s"] += time_s
@@ -222,7 +222,7 @@ def slowest_stages(num_stages: int, times: StageSpans, gather: Gather) -> dict[i
 
 
 def times_of_ranks(ranks: Sequence[int], own: RankTimes | None, gather: Gather) -> dict[int, RankTimes]:
-    """What each of these ranks measured, the same on every rank; nothing of one that had nothing to measure."""
+    """Measured times of each of these ranks, the same on every rank; nothing of one that had nothing to measure."""
     import torch
 
     values = [math.nan] * (len(fields(StepParts)) + 2)

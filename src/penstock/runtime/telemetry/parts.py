@@ -45,7 +45,7 @@ class StepParts:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """What was measured on one rank, as the mean of its steps."""
+    """Measured times of one rank, as means over its steps."""
 
     parts: StepParts
     issuing_s: float | None = None

@@ -114,7 +114,7 @@ def predict_timelines(source: BatchSource, planner: ProgramPlanner, steps: Itera
 
 
 class ProgramTimes:
-    """What the passes and transfers of programs should take: the same figures as predictions are made from."""
+    """Predicted times of the passes and transfers of programs: the figures that predictions of plans are made from."""
 
     def __init__(self, plan: Plan, model: Model, costs: PipelineCosts | None = None) -> None:
         """`costs` are those of single micro-batches, where they are known already."""
@@ -153,7 +153,7 @@ def _as_if_all(micro: MicroBatch, place: Place) -> MicroBatch:
 
 
 def passes_s(program: Program, work: Workload) -> float:
-    """What a rank computes in a program, one pass after the other; `work` has the times of its replica."""
+    """Seconds of all passes of a rank in a program; `work` has the times of its replica."""
     passes = (step for step in program.instructions if isinstance(step, Pass))
     return sum(float(work.durations_s[PASSES[type(step)], step.stage, step.micro_batch]) for step in passes)
 

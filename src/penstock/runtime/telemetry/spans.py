@@ -67,7 +67,7 @@ _CATEGORIES: dict[type[Instruction], int] = {
 
 
 def _place(kind: type[Instruction]) -> Callable[[Any], tuple[int, int | None]]:
-    """How to find the stage (of a transfer: its cut) and the micro-batch of an instruction."""
+    """Returns a getter of an instruction's stage (of a transfer: its cut) and micro-batch."""
     where = next((name for name in ("stage", "cut") if name in kind.__struct_fields__), None)
     if where and "micro_batch" in kind.__struct_fields__:
         return attrgetter(where, "micro_batch")
@@ -146,7 +146,7 @@ class SpanRecorder:
 
     @property
     def position(self) -> int:
-        """How many records there are so far: where `busy_ns` may begin later."""
+        """The number of records so far, from which `busy_ns` may count later."""
         return self._head
 
     def busy_ns(self, since: int) -> npt.NDArray[np.int64]:

@@ -22,7 +22,7 @@ _LONGEST_HEADER = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class RankSpans:
-    """What one rank recorded; times in nanoseconds of its own clock, or after `aligned` of rank 0's."""
+    """The recorded spans of one rank; times in nanoseconds of its own clock, or after `aligned` of rank 0's."""
 
     rank: int
     kinds: dict[int, str]
@@ -48,7 +48,7 @@ class RankSpans:
         return self.spans[(starts >= begin) & (starts < min(later, default=np.iinfo(np.int64).max))]
 
     def only(self, iterations: Collection[int]) -> RankSpans:
-        """What belongs to some iterations, as far as this rank came to them."""
+        """The spans of some iterations, as far as this rank came to them."""
         own = {number: begin for number, begin in self.iterations.items() if number in iterations}
         spans = np.concatenate([self.spans[:0], *(self.of_iteration(number) for number in own)])
         return replace(self, spans=spans, iterations=own, evaluations=())
@@ -84,7 +84,7 @@ def read_spans(path: str | Path) -> RankSpans:
 
 
 def _head(line: bytes, path: Path) -> RankSpans:
-    """What the first line of a span file tells."""
+    """Parses the first line of a span file."""
     try:
         header = json.loads(line)
         if header["format"] != FORMAT or header["version"] != VERSION:

@@ -28,7 +28,7 @@ _SHORT = {"Forward": "F", "Backward": "B", "BackwardInput": "I", "BackwardWeight
 
 @dataclass(frozen=True, slots=True)
 class PredictedSpan:
-    """What was expected of a rank, in seconds since the iteration began."""
+    """A predicted span of a rank, in seconds since the iteration began."""
 
     name: str
     start_s: float
@@ -42,7 +42,7 @@ Predictions = Mapping[int, Mapping[int, Sequence[PredictedSpan]]]
 
 
 def predicted_spans(timeline: Timeline, device: int) -> list[PredictedSpan]:
-    """What a simulated schedule expects of a device's ranks: its actions, of a whole execution also what it sends and does after."""
+    """The spans of a device's ranks by a simulated schedule: its actions, of a whole execution also what it sends and does after."""
     stages = {action.stage for action in timeline.schedule[device]}
     found = [
         PredictedSpan(f"{KINDS[action.kind]}{action.micro_batch}", *timeline.span_s(action), "compute", action.stage)

@@ -90,7 +90,7 @@ def write_line(file: FileIO, record: msgspec.Struct) -> None:
 
 
 def _half_line(file: FileIO) -> tuple[int, int]:
-    """Where a last line that has no end begins, and where the file ends."""
+    """The offsets at which a last line without an end begins, and the file ends."""
     start = end = file.seek(0, os.SEEK_END)
     while start:
         stop, start = start, max(0, start - _TAIL_BYTES)

@@ -34,7 +34,7 @@ def use_expandable_segments() -> None:
 
 @contextmanager
 def plain_segments() -> Iterator[None]:
-    """What is allocated inside can be lent to other processes, which growing segments cannot."""
+    """Allocates inside in plain segments, which can be lent to other processes; growing ones cannot."""
     _set("False")
     try:
         yield

@@ -31,7 +31,8 @@ _DESTROYED_S = 2.0
 
 
 class Generation:
-    """What this process has made under one number; `members` are the processes of the job that take part, this one (`own`) among them.
+    """The process groups that this process has made under one number; `members` are the processes of the job that take part, this one
+    (`own`) among them.
 
     Groups are made when they are first asked for, by all members together, and kept: making one takes milliseconds and sockets. Without a
     store the process is alone, and has none.
@@ -59,7 +60,7 @@ class Generation:
 
     @property
     def prefix(self) -> str:
-        """What all its keys in the store begin with."""
+        """The prefix of its keys in the store."""
         return _prefix(self.number)
 
     def group(self, processes: Iterable[int]) -> Any:

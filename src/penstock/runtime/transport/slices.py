@@ -24,14 +24,14 @@ def _view(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def outgoing(tensors: Mapping[str, torch.Tensor], parts: Iterable[Part]) -> list[torch.Tensor]:
-    """What is sent, each part contiguous; parts without elements are left out at both ends."""
+    """The tensors to send, each contiguous; parts without elements are left out at both ends."""
     views = (_view(tensors[part.name], part) for part in parts)
     return [view.contiguous() for view in views if view.numel()]
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """Where one part arrives; `finish` puts it in place if it could not arrive there at once."""
+    """The tensor in which one part arrives; `finish` puts it in place if it could not arrive there at once."""
 
     arrives: torch.Tensor
     target: torch.Tensor

@@ -59,7 +59,7 @@ class ProcessGroups:
         return _gathered(values, self.of(self.generation.members), len(self.generation.members), staged=self.staged)
 
     def broadcast(self, data: bytes, size: int) -> bytes:
-        """What the first process has, `size` bytes, in all of them."""
+        """Returns in every process the `size` bytes of the first one."""
         told = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
         if len(self.generation.members) > 1:
             dist.broadcast(told, 0)

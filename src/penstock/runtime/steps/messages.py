@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.plans.plan import Plan
     from penstock.runtime.rank import Rank
 
-__all__ = ["StepWatcher", "StepWord", "samples_digest", "whole_digest"]
+__all__ = ["StepMessage", "StepWatcher", "samples_digest", "whole_digest"]
 
 _FIGURES = len(fields(RankFigures))
 _RECORD = {name: kind for name, kind in StepRecord.__annotations__.items() if name not in ("samples", "plan")}
@@ -27,10 +27,10 @@ _DIGEST_BITS = 44
 
 
 @dataclass(frozen=True)
-class StepWord:
-    """What one process tells all others after a step. A field keeps its default where the process does not know."""
+class StepMessage:
+    """One process' message to all others after a step. A field keeps its default where the process does not know."""
 
-    lost: bool = False
+    lost_store: bool = False
     """It gets no more programs."""
     asked_to_end: int = 0
     """The signal that asks for it; below 0: for the process' own node alone."""
@@ -50,23 +50,23 @@ class StepWord:
     evaluated: EvalRecord | None = None
 
     def row(self) -> list[float]:
-        """The word as a row of numbers, as it travels."""
+        """The message as a row of numbers, as it travels."""
         record = [_number(getattr(self.record, name, None)) for name in _RECORD]
         evaluated = [math.nan] * 3 if self.evaluated is None else list(astuple(self.evaluated))
-        own = self.lost, self.asked_to_end, self.is_due, self.is_saving, self.order_bytes, self.copied, self.samples
+        own = self.lost_store, self.asked_to_end, self.is_due, self.is_saving, self.order_bytes, self.copied, self.samples
         return [*map(float, own), *astuple(self.figures), *record, *evaluated]
 
     @classmethod
-    def of_row(cls, row: list[float]) -> StepWord:
+    def of_row(cls, row: list[float]) -> StepMessage:
         """Back from numbers."""
-        lost, asked, is_due, is_saving, order, copied, samples, *rest = row
-        figures, told, evaluated = RankFigures(*rest[:_FIGURES]), rest[_FIGURES:-3], rest[-3:]
+        lost_store, asked, is_due, is_saving, order, copied, samples, *rest = row
+        figures, known, evaluated = RankFigures(*rest[:_FIGURES]), rest[_FIGURES:-3], rest[-3:]
         record = None
-        if not math.isnan(told[0]):  # the step, which each record has
-            values = dict(zip(_RECORD, told, strict=True))
+        if not math.isnan(known[0]):  # the step, which each record has
+            values = dict(zip(_RECORD, known, strict=True))
             record = StepRecord(**{name: _value(value, _RECORD[name]) for name, value in values.items() if not math.isnan(value)})
         found = None if math.isnan(evaluated[0]) else EvalRecord(int(evaluated[0]), *evaluated[1:])
-        own = bool(lost), int(asked), bool(is_due), bool(is_saving), int(order), copied, int(samples)
+        own = bool(lost_store), int(asked), bool(is_due), bool(is_saving), int(order), copied, int(samples)
         return cls(*own, figures, record, found)
 
 
@@ -79,7 +79,7 @@ class StepWatcher(Protocol):
     """Whether what it orders is to be in force with the next step, and not the one after it."""
 
     def after(self, step: int, ranks: Mapping[int, RankFigures]) -> Sequence[str]:
-        """What all processes measured in a step, told once they have agreed to go on after it, or the one after it; what to say about it
+        """Takes the figures of all processes for a step, once they have agreed to go on after it, or the one after it; what to say about it
         in the first process."""
 
     def order(self, step: int) -> Plan | None:
@@ -122,6 +122,6 @@ def samples_digest(micro_batches: Iterable[MicroBatch]) -> int:
     return sum(int.from_bytes(hashlib.blake2b(str(one).encode(), digest_size=8).digest()) for one in ids) % 2**_DIGEST_BITS
 
 
-def whole_digest(words: Iterable[StepWord]) -> str:
+def whole_digest(messages: Iterable[StepMessage]) -> str:
     """The digest of all samples of a step: the same whatever replicas they went to."""
-    return f"{sum(word.samples for word in words) % 2**_DIGEST_BITS:011x}"
+    return f"{sum(one.samples for one in messages) % 2**_DIGEST_BITS:011x}"

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.models.micro_batch import MicroBatch
 from penstock.runtime.request import EvalRecord
-from penstock.runtime.steps.words import StepWord, samples_digest, whole_digest
+from penstock.runtime.steps.messages import StepMessage, samples_digest, whole_digest
 from penstock.runtime.telemetry.figures import RankFigures
 from penstock.runtime.telemetry.steps import StepRecord
 
@@ -22,8 +22,8 @@ FULL = StepRecord(
 @pytest.mark.parametrize("record", [None, StepRecord(0), StepRecord(3, loss=1.0), FULL])
 @pytest.mark.parametrize("evaluated", [None, EvalRecord(8, 2.5, 0.5)])
 def test_a_word_comes_back_from_its_numbers(record: StepRecord | None, evaluated: EvalRecord | None) -> None:
-    word = StepWord(True, 15, False, True, 12345, 70.0, 2**43 + 1, RankFigures(1.0, 2.0, 3.0, 4.0, 5.0), record, evaluated)
-    back = StepWord.of_row(word.row())
+    word = StepMessage(True, 15, False, True, 12345, 70.0, 2**43 + 1, RankFigures(1.0, 2.0, 3.0, 4.0, 5.0), record, evaluated)
+    back = StepMessage.of_row(word.row())
     assert back == word
     if record is not None:
         assert msgspec.json.encode(back.record) == msgspec.json.encode(record)  # counts are integers again
@@ -36,7 +36,7 @@ def program(*micro_batches: tuple[int, ...]) -> Any:
 
 def test_a_digest_knows_samples_but_not_how_they_are_cut() -> None:
     def digest(*replicas: Any) -> str:
-        return whole_digest(StepWord(samples=samples_digest(one.micro_batches)) for one in replicas)
+        return whole_digest(StepMessage(samples=samples_digest(one.micro_batches)) for one in replicas)
 
     whole = digest(program((1, 2), (3, 4)))
     assert whole == digest(program((4,), (3, 1, 2))) == digest(program((1, 4)), program((2, 3)))
