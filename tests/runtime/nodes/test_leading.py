@@ -7,6 +7,7 @@ from contextlib import closing
 
 import pytest
 
+from penstock.errors import PenstockError
 from penstock.runtime.nodes import sealed_socket
 from penstock.runtime.nodes.channel import Channel
 from penstock.runtime.nodes.leading import LeadingNode
@@ -16,14 +17,14 @@ from penstock.runtime.nodes.sealed_socket import SealedSocket
 KEY = b"k" * 32
 
 
-def leading() -> LeadingNode:
-    return LeadingNode(0, ("127.0.0.1", 0), KEY, [(0,), (1,)], {"--steps": 3}, None, lambda led: None)
+def leading(number: int = 0) -> LeadingNode:
+    return LeadingNode(number, ("127.0.0.1", 0), KEY, [(0,), (1,)], {"--steps": 3}, None, lambda led: None)
 
 
-def follower(nodes: LeadingNode, **facts: object) -> Channel:
-    """Node 1, which has said who it is."""
+def follower(nodes: LeadingNode, node: int = 1, **facts: object) -> Channel:
+    """Node 1, or another, which has said who it is."""
     channel = Channel(SealedSocket.call(nodes.host, nodes.port, KEY, "the node that leads"))
-    channel.send(Hello(1, NodeAddress("127.0.0.2", 0), facts))
+    channel.send(Hello(node, NodeAddress("127.0.0.2", 0), facts))
     return channel
 
 
@@ -43,3 +44,28 @@ def test_one_number_is_one_node_and_all_are_asked_for_the_same() -> None:
     with closing(leading()) as nodes, closing(follower(nodes, **{"--steps": 4})) as other:
         told = other.take(60.0)
         assert isinstance(told, Refused) and "--steps: 3 on node 0, 4 asked for" in told.text
+
+
+@pytest.mark.parametrize(
+    ("number", "node", "attempt", "words"),
+    [
+        (0, 0, 0, "--node-rank is 0, but the plan's other nodes are [1]"),
+        (0, 2, 0, "--node-rank is 2, but the plan's other nodes are [1]"),
+        (0, 1, 1, "a node can join only a run that keeps copies to go on from"),
+        (1, 0, 0, "node 0 cannot join a run that node 1 leads"),
+    ],
+)
+def test_who_cannot_take_part_is_told_why(number: int, node: int, attempt: int, words: str) -> None:
+    with closing(leading(number)) as nodes:
+        nodes._attempt = attempt
+        with closing(follower(nodes, node, **{"--steps": 3})) as other:
+            told = other.take(60.0)
+            assert isinstance(told, Refused) and words in told.text and not nodes.is_asked
+
+
+def test_nodes_that_do_not_come_are_named_or_done_without() -> None:
+    with closing(leading()) as nodes:
+        with pytest.raises(PenstockError, match=rf"node 1 has not come in 0.05 s: .* --node-rank 1 --master {nodes.host}:{nodes.port}"):
+            nodes.meet([1], 0.05)
+        nodes.meet([1], 0.05, needs_all=False)
+        assert nodes.gone == {1} and nodes.gone_ranks() == [1]

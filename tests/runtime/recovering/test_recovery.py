@@ -167,3 +167,14 @@ def test_copies_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
     monkeypatch.undo()
     require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
+
+
+def test_memory_that_is_left_is_what_may_still_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others hold is none, nor is what a container may not take of its machine's."""
+    monkeypatch.setattr(recovery, "Path", lambda name: tmp_path / name.rpartition("/")[2])
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\n")
+    assert recovery._free_bytes() == 500 * 1024
+    for limit, used, free in (("300000", "100000", 200_000), ("9000000", "100000", 500 * 1024), ("max", "100000", 500 * 1024)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text(used + "\n")
+        assert recovery._free_bytes() == free

@@ -26,6 +26,13 @@ class _Lists:
     def __init__(self) -> None:
         self.saved: list[tuple[int, float | None]] = []
         self.copied: list[int] = []
+        self.options: dict[str, Any] = {}
+        """With which the writer was made."""
+
+    def made(self, *given: Any, **options: Any) -> _Lists:
+        """As a writer of checkpoints."""
+        self.options = options
+        return self
 
     def save(self, *given: Any, keep: int = -1) -> None:
         state: Mapping[str, Any] = given[-1]
@@ -46,7 +53,7 @@ def saves_of(lists: _Lists, out: Path, monkeypatch: pytest.MonkeyPatch, saved: i
     rank: Any = SimpleNamespace(world=SimpleNamespace(rank=1, place=1, ranks=(0, 1), groups=groups))
     monkeypatch.setattr("penstock.runtime.recovering.saving.rank_pieces", lambda rank: ())
     monkeypatch.setattr("penstock.runtime.recovering.saving.rank_state", lambda rank: {})
-    monkeypatch.setattr("penstock.runtime.recovering.saving.CheckpointWriter", lambda *_, **__: lists)
+    monkeypatch.setattr("penstock.runtime.recovering.saving.CheckpointWriter", lists.made)
     batches: Any = SimpleNamespace(state=lambda done: {"step": done})
     faults: Any = SimpleNamespace(within=lambda phase, pieces: pieces)
     found = RunSaves(request, rank, batches, copies=lists, faults=faults, token="a", saved=saved)  # type: ignore[arg-type]
@@ -56,7 +63,8 @@ def saves_of(lists: _Lists, out: Path, monkeypatch: pytest.MonkeyPatch, saved: i
 
 def test_checkpoints_by_steps_time_and_evaluation_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = _Lists()
-    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=4, copies=3)
+    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=4, copies=3, keep=7)
+    assert lists.options == {"rank": 1, "world_size": 2, "token": "a", "keep": 7}
     evaluated = {2: 5.0, 6: 5.5, 8: 4.5}
     for done in range(1, 10):
         loss, saves.safe_copy = evaluated.get(done), -1.0 if done < 8 else 3.0  # until then, what is copied is here alone
