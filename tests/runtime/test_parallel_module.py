@@ -263,7 +263,7 @@ def test_a_step_is_clipped_only_where_its_own_norm_was_asked_for() -> None:
 
 def test_a_loop_that_forgets_or_asks_for_too_much_is_told(tmp_path: Path) -> None:
     model, (first, second) = in_own_loop(make_case(ONE, 3, iterations=2))
-    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     model.step(first)
     with pytest.raises(InputError, match=r"still there: call optimizer.zero_grad\(\) after optimizer.step\(\)"):
         model.step(second)
@@ -273,10 +273,10 @@ def test_a_loop_that_forgets_or_asks_for_too_much_is_told(tmp_path: Path) -> Non
     optimizer.zero_grad()
     model.save(tmp_path)
     again, batches = in_own_loop(make_case(ONE, 3, iterations=2))
-    again.optimizer(torch.optim.SGD, lr=1e-3)
-    with pytest.raises(InputError, match="has the optimizer state of adamw, but sgd is asked for"):
+    again.optimizer(torch.optim.AdamW, lr=1e-3)
+    with pytest.raises(InputError, match="has the optimizer state of sgd, but adamw is asked for"):
         again.load(tmp_path)
-    other = again.optimizer(torch.optim.AdamW, lr=1e-3)
+    other = again.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
     again.load(tmp_path)
     assert again.steps == 1
     for one, own, batch in ((model, optimizer, second), (again, other, batches[1])):
@@ -293,7 +293,7 @@ def test_what_torch_calls_must_be_made_for_is_not_compiled() -> None:
     for net, message in ((Dropping(0.5), "it has dropout"), (Dropping(0.0), "its attention is kept inside samples")):
         assert has_dropout(net) == ("dropout" in message)
         model = describe(made_of(net))
-        model = replace(model, layouts=("padded", "packed"))
+        model = replace(model, layouts=("padded",) if "dropout" in message else ("padded", "packed"))
         with pytest.raises(InputError, match=f"Dropping cannot be compiled: {message}"):
             parallelize(net, one_rank(model=model), compile=True)
 
