@@ -13,6 +13,7 @@ import pytest
 
 from penstock.plans.build import uniform_plan
 from penstock.runtime.checkpoints.folder import BEST_LOSS
+from penstock.runtime.checkpoints.going_on import RUN
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import EvalRecord, TrainRequest
@@ -26,6 +27,8 @@ class _Lists:
     def __init__(self) -> None:
         self.saved: list[tuple[int, float | None]] = []
         self.copied: list[int] = []
+        self.states: list[Mapping[str, Any]] = []
+        """What was saved beside tensors."""
         self.options: dict[str, Any] = {}
         """With which the writer was made."""
 
@@ -36,6 +39,7 @@ class _Lists:
 
     def save(self, *given: Any, keep: int = -1) -> None:
         state: Mapping[str, Any] = given[-1]
+        self.states.append(state)
         if len(given) == 3:
             self.saved.append((given[0], state.get(BEST_LOSS)))
         else:
@@ -124,3 +128,27 @@ def test_every_rank_with_work_leaves_copies_and_nobody_else(tmp_path: Path, monk
         saves.copy(3)
         saves.copy(20)  # the last step: nobody goes on from it
         assert (lists.copied, saves.copied) == (copied, elsewhere)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_saved_says_of_which_run_it_is_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """By the first rank, once; and steps are on disk before a copy has them behind it."""
+    lists, flushed = _Lists(), list[list[int]]()
+    saves = saves_of(lists, tmp_path, monkeypatch, copies=3)
+    monkeypatch.setattr("penstock.runtime.recovering.saving.run_facts", lambda model, data, **facts: facts)
+    saves._rank.world.place, saves._rank.model = place, None  # type: ignore[assignment]
+    saves.before_copy = lambda: flushed.append([*lists.copied])
+    saves.copy(3)
+    saves.finish(4)
+    facts = {} if place else {"seed": 0, "global_batch": 16}
+    assert lists.states == [{"data": {"step": step}, RUN: facts} for step in (3, 4)] and flushed == [[]] and lists.copied == [3]
+
+
+def test_a_run_that_goes_on_knows_how_good_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its first evaluation is taken for the best of all."""
+    monkeypatch.setattr("penstock.runtime.recovering.saving.best_checkpoint", lambda folder: (folder / "save-000001-step-2", 5.0))
+    lists = _Lists()
+    saves = saves_of(lists, tmp_path, monkeypatch, saved=2, checkpoint_every=0)
+    for done, loss in ((3, 6.0), (4, 4.0)):
+        saves.after(done, EvalRecord(done, loss, 0.0), is_due=False)
+    assert lists.saved == [(4, 4.0)]
