@@ -15,7 +15,7 @@ from penstock.adapting.events import EVENTS, RunEvent, read_events
 from penstock.adapting.moves import Moves, moves
 from penstock.adapting.moving import MoveAbortedError
 from penstock.adapting.watching import Watch, watch_run
-from penstock.errors import InputError
+from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest
@@ -243,6 +243,43 @@ def test_who_asks_is_answered_and_has_the_last_word(plan: Plan, tmp_path: Path, 
     job.run(2)
     assert "replan.json" in job.events("aborted")[-1].text and not (tmp_path / "replan.json").exists()
     assert [(event.event, event.request) for event in job.events("asked", "moved")] == [("asked", now), ("moved", now), ("asked", later)]
+
+
+def test_a_plan_that_cannot_be_run_or_has_no_room_is_not_moved_to(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = uniform_plan("gpt-tiny", str(tmp_path / "four.yaml"), global_batch=4, micro_batch=1, layout="packed", precision="fp32")
+
+    def no_room(*_: object) -> None:
+        raise InfeasibleError("it does not fit.")
+
+    job = Job(plan, tmp_path, monkeypatch)
+    for name, check, words, status in (
+        ("unsupported", lambda plan, model: ["it has wheels"], "the plan cannot be run: it has wheels", 2),
+        ("require_memory", no_room, "it does not fit", 3),
+    ):
+        ask_for(tmp_path, alone)
+        with monkeypatch.context() as patched:
+            patched.setattr(f"penstock.adapting.watching.{name}", check)
+            job.run(2)
+        told = job.events("aborted")[-1]
+        assert words in told.text and told.status == status and job.plan == plan and not job.moves
+
+
+def test_that_nobody_knows_what_could_be_done_is_said_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first rank that is slow, and not of the next one again."""
+
+    def unknown(self: Watch) -> None:
+        raise InputError("its costs are gone.")
+
+    monkeypatch.setattr(Watch, "_new_adapter", unknown)
+    watch, notes = Watch(plan, tmp_path), list[str]()
+    for step in range(60):
+        slow = {2} if step >= 12 else set()
+        slow |= {1} if step >= 36 else set()
+        ranks = {rank: RankFigures(3.0 if rank in slow else 1.0, 1.0, step_s=9.0) for rank in range(4)}
+        notes += [note for note in watch.after(step, ranks) if "not known" in note]
+    watch.close()
+    assert notes == ["what could be done about slow ranks is not known: its costs are gone."]
+    assert {event.ranks for event in read_events(tmp_path)} == {(1,), (2,)}
 
 
 def test_what_is_asked_for_stays_when_what_was_slow_is_fast_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

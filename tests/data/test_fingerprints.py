@@ -30,3 +30,12 @@ def test_another_begin_end_or_size_is_other_data(tmp_path: Path, changes: dict[s
 def test_what_lies_between_is_not_read(tmp_path: Path) -> None:
     """A terabyte of tokens would be read for hours, on every node and at every start."""
     assert prints(tmp_path, middle=SIZE // 2) == prints(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("train_images.npy", True), ("train_input.idx", True), ("validation_input.bin", False), ("train_notes.txt", False)]
+)
+def test_all_that_a_split_is_made_of_counts_and_nothing_else(tmp_path: Path, name: str, counts: bool) -> None:
+    before = prints(tmp_path)
+    (tmp_path / name).write_bytes(b"something")
+    assert (prints(tmp_path) != before) == counts

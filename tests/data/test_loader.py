@@ -205,6 +205,16 @@ def test_micro_batches_that_the_plan_fixes(folder: Path) -> None:
         replace(dynamic, costs=None)
 
 
+def test_each_batch_is_searched_from_a_seed_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the same in every process, whichever batches it plans."""
+    asked: list[Any] = []
+    monkeypatch.setattr("penstock.batching.planner.plan_batch", lambda samples, costs, **options: asked.append(options))
+    planner, (data, batches) = make_planner(folder, seed=5, search_steps=7, too_long="truncate"), make_source(folder).open()
+    for step in (3, 0):
+        planner.batch_plan(data, batches[step])
+    assert asked == [{"steps": 7, "seed": seed, "too_long": "truncate"} for seed in (8, 5)]
+
+
 def test_a_rank_reads_its_share_wherever_degrees_change() -> None:
     """The last of four ranks: a quarter at the entry, half inside, where it is one of two tensor-parallel ranks, and all at the exit."""
     stage = Stage(0, 9, ((0, 1, 2, 3),), Degrees(1, 4), (OpRun(3, 6, 2, 2), OpRun(6, 9, 4, 1)))

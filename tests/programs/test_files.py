@@ -26,6 +26,14 @@ def test_a_folder_of_programs_is_read_back(tmp_path: Path, text: bool) -> None:
     assert holds_programs(tmp_path) and holds_programs(paths[0]) and not holds_programs(tmp_path / "notes.md")
 
 
+def test_half_an_iteration_is_not_written(tmp_path: Path) -> None:
+    """A folder of some of its programs would be taken for an unsafe iteration."""
+    (tmp_path / f"rank-{CASE.programs[-1].rank}.program").mkdir()
+    with pytest.raises(InputError, match="it is a directory"):
+        write_programs(tmp_path, CASE.programs)
+    assert len(CASE.programs) > 1 and len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("text", [True, False])
 def test_safe_programs(tmp_path: Path, text: bool, capsys: pytest.CaptureFixture[str]) -> None:
     write_programs(tmp_path, CASE.programs, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,3 +136,18 @@ def test_the_rank_that_lacks_most_is_told_first() -> None:
     held = peaks(plan, model)
     problems = memory_problems(programs_of(plan, model), plan, model, cluster_of(0.9 * min(held)), Roofline())
     assert [problem.rank for problem in problems] == sorted(range(4), key=lambda stage: -held[stage]) and len(set(held)) == 4
+
+
+def test_every_replica_is_held_against_its_own_devices() -> None:
+    """And those on equal ones once: the last of four is on a smaller device."""
+    plan = uniform_plan("gpt-350m", "4xa100-40gb", replicas=4, global_batch=8, micro_batch=1)
+    model = resolve_model("gpt-350m")
+    needed = max(peaks(plan, model))
+    for small_bytes in (needed, 0.9 * needed):
+        nodes = [
+            Node("test", replace(DEVICES["a100-40gb"], name=name, memory_bytes=most), count, Link("in", 1e11, 0.0), Link("out", 1e10, 0.0))
+            for name, most, count in (("usual", needed, 3), ("small", small_bytes, 1))
+        ]
+        cluster = Cluster("test", tuple(map(NodeRun, nodes)))
+        with nullcontext() if small_bytes == needed else pytest.raises(InfeasibleError, match=r"rank 3, instruction \d+: small has"):
+            require_memory(plan, model, cluster)

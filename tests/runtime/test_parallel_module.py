@@ -21,7 +21,9 @@ from penstock.errors import InputError
 from penstock.models.description import model_to_description
 from penstock.models.modules import build_chain
 from penstock.models.modules.build import TORCH_DTYPES
-from penstock.models.modules.cutting.describing import describe_origin
+from penstock.models.modules.cutting.describing import describe, describe_origin
+from penstock.models.modules.cutting.origins import made_of
+from penstock.models.modules.cutting.packing import has_dropout
 from penstock.models.ops import Model
 from penstock.models.stored import stored_name
 from penstock.plans.build import uniform_plan
@@ -245,3 +247,64 @@ def test_weights_move_as_far_as_their_gradients_say(dtype: str, tolerance: float
             assert moved == pytest.approx(0.1 * 2.0**step * min(norm, clip or norm), rel=tolerance)
         schedule.step()
     assert model.steps == 2 and expected > 0.05
+
+
+def test_a_step_is_clipped_only_where_its_own_norm_was_asked_for() -> None:
+    model, (first, second) = in_own_loop(make_case(ONE, 3, iterations=2))
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    for batch, clip in ((first, 0.05), (second, None)):
+        before = masters(model)
+        model.step(batch)
+        norm = model.rank.update.norm().item() if clip is None else model.clip_grad_norm_(clip).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (masters(model) - before).double().norm().item() == pytest.approx(0.1 * (clip or norm), rel=1e-4) and norm > 0.05
+
+
+def test_a_loop_that_forgets_or_asks_for_too_much_is_told(tmp_path: Path) -> None:
+    model, (first, second) = in_own_loop(make_case(ONE, 3, iterations=2))
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model.step(first)
+    with pytest.raises(InputError, match=r"still there: call optimizer.zero_grad\(\) after optimizer.step\(\)"):
+        model.step(second)
+    with pytest.raises(InputError, match="a closure was given"):
+        optimizer.step(lambda: 0.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.save(tmp_path)
+    again, batches = in_own_loop(make_case(ONE, 3, iterations=2))
+    again.optimizer(torch.optim.AdamW, lr=1e-3)
+    with pytest.raises(InputError, match="has the optimizer state of sgd, but adamw is asked for"):
+        again.load(tmp_path)
+    other = again.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    again.load(tmp_path)
+    assert again.steps == 1
+    for one, own, batch in ((model, optimizer, second), (again, other, batches[1])):
+        one.step(batch)
+        own.step()
+    assert torch.equal(masters(model), masters(again))
+    model.plan = replace(model.plan, num_replicas=2)
+    with pytest.raises(InputError, match="a batch is evaluated by plans of one replica"):
+        model.evaluate(second)
+
+
+def test_what_torch_calls_must_be_made_for_is_not_compiled() -> None:
+    """Its dropout would be drawn by torch, and not by sample; its attention would see other samples."""
+    for net, message in ((Dropping(0.5), "it has dropout"), (Dropping(0.0), "its attention is kept inside samples")):
+        assert has_dropout(net) == ("dropout" in message)
+        model = describe(made_of(net))
+        model = replace(model, layouts=("padded",) if "dropout" in message else ("padded", "packed"))
+        with pytest.raises(InputError, match=f"Dropping cannot be compiled: {message}"):
+            parallelize(net, one_rank(model=model), compile=True)
+
+
+class Dropping(nn.Module):
+    """A model of two weights, with something between them."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(20, 8), nn.Dropout(share), nn.Linear(8, 20)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits."""
+        return self.head(self.drop(self.embed(ids)))  # type: ignore[no-any-return]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import msgspec
 import pytest
 import torch
@@ -9,9 +13,10 @@ from runtime_cases import Choice, evaluation_programs, make_case, plain_evaluati
 from training_jobs import RandomSource, rank_of
 
 from penstock.data.samples import Sample
-from penstock.programs.instructions import Backward, Free
+from penstock.programs.instructions import Backward, Free, Part, ReceiveStart, ReceiveWait, ReduceWait, SendStart, SendWait
 from penstock.runtime.executor import ExecutionError
 from penstock.runtime.settings import TrainingSettings
+from penstock.runtime.transport.process_groups import _Works
 from penstock.runtime.transport.world import ProcessGroups
 
 ONE: Choice = {"family": "gpt", "pp": 1, "tp": 1, "dp": 1, "replicas": 1, "schedule": "gpipe", "layout": "packed", "recompute": "none",
@@ -72,6 +77,52 @@ def test_an_abandoned_step_leaves_what_was_before_it() -> None:
     rank.abandon()
     after = [buffer for module in rank.stages[0].modules() for buffer in module.buffers()]
     assert all(map(torch.equal, before, after)) and not rank.stages[0].num_running and not rank._buffers
+
+
+def test_what_is_under_way_is_waited_for_where_the_program_says() -> None:
+    """And not before: all parts of a message that leaves, one that comes, which is in place only then, and sums of gradients."""
+    waited: list[str] = []
+
+    class Work:
+        """What torch returns of a transfer."""
+
+        def __init__(self, name: str, arrives: torch.Tensor | None = None) -> None:
+            self.name, self.arrives = name, arrives
+
+        def wait(self) -> None:
+            """It is done."""
+            waited.append(self.name)
+            if self.arrives is not None:
+                self.arrives.fill_(7.0)
+
+    rank: Any = rank_of(make_case(ONE, 3, iterations=1).plan, ProcessGroups(), TrainingSettings())
+    rank.transport = SimpleNamespace(
+        send=lambda tensors, peer: _Works([Work(f"sent {index}") for index in range(len(tensors))], tensors),
+        receive=lambda tensors, peer: _Works([Work("received", tensor) for tensor in tensors], tensors),
+    )
+    rank._buffers = {3: {"hidden": torch.ones(2, 4), "residual": torch.ones(2)}}
+    parts, key = (Part("hidden", "fp32", (2, 4)), Part("residual", "fp32", (2,))), ("activation", 0, 0, 1)
+    rank.send_start(SendStart(*key, 3, parts))
+    rank.receive_start(ReceiveStart(*key, 4, (Part("hidden", "fp32", (2, 4), columns=(1, 3)),)))
+    rank.gradients[0]._works = [Work("summed 0"), Work("summed 1")]
+    assert not waited
+    rank.receive_wait(ReceiveWait(*key))
+    assert waited == ["received"] and (rank._buffers[4]["hidden"][:, 1:3] == 7.0).all()
+    rank.send_wait(SendWait(*key))
+    rank.reduce_wait(ReduceWait(0))
+    assert waited == ["received", "sent 0", "sent 1", "summed 0", "summed 1"] and not rank._sends and not rank._receives
+
+
+def test_sums_through_host_memory_come_back() -> None:
+    """Of processes that share a GPU."""
+    host, back = torch.ones(3), list[torch.Tensor]()
+    on_gpu: Any = SimpleNamespace(cpu=lambda: host, copy_=back.append)
+    rank: Any = rank_of(make_case(ONE, 3, iterations=1).plan, ProcessGroups(), TrainingSettings())
+    own = rank.gradients[0]
+    own.world = SimpleNamespace(staged=True, group=lambda ranks: ranks)
+    with mock.patch("torch.distributed.all_reduce", lambda tensor, group: tensor.mul_(len(group))):
+        own._sum(on_gpu, (0, 1), None).wait()
+    assert [one.tolist() for one in back] == [[2.0] * 3]
 
 
 class CountedSource(RandomSource):

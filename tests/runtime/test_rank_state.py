@@ -12,11 +12,12 @@ from checkpoint_jobs import train_part
 from runtime_cases import Case, Choice, largest_difference, make_case, reference
 from training_jobs import OpenRank, rank_of
 
+from penstock.errors import InputError
 from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.optimizing.update import LossScale
-from penstock.runtime.rank_state import load_rank, rank_pieces, rank_state
+from penstock.runtime.rank_state import adopt_state, checkpoint_state, load_rank, rank_pieces, rank_state
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.transport.world import ProcessGroups
 from penstock.runtime.workers import WorkerError, WorkerPool
@@ -153,3 +154,16 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         pool.run(train_part, case.plan, case.programs()[:1], ADAMW, None, tmp_path)
         with pytest.raises(WorkerError, match=r"has the optimizer state of adamw, but sgd is asked for\. Train with adamw"):
             pool.run(train_part, case.plan, case.programs()[1:], SGD, tmp_path, None)
+
+
+def test_what_another_precision_or_model_has_learned_is_not_gone_on_with(tmp_path: Path) -> None:
+    rank = rank_of(make_case(ONE, 3).plan, ProcessGroups(), ADAMW)
+    before = rank.plan
+    writer = CheckpointWriter(tmp_path)
+    writer.save(1, rank_pieces(rank), rank_state(rank))
+    writer.wait()
+    state = checkpoint_state(Checkpoint(tmp_path), rank.model, "adamw")
+    for case in (make_case(ONE, 3, precision="bf16"), make_case(ONE | {"family": "llama"}, 3)):
+        with pytest.raises(InputError, match="Use plans of one model and precision"):
+            adopt_state(rank, case.plan, state)
+    assert rank.plan is before

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from losing_jobs import BEST_AT, LOST_AT, lose_rank_while_saving, lose_store
 from training_jobs import WAITED_S, train_waiting
 
 from penstock.data import open_data
+from penstock.models.micro_batch import MicroBatch
 from penstock.plans.build import uniform_plan
+from penstock.programs.instructions import Program
 from penstock.runtime.checkpoints.folder import best_checkpoint, step_of
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.nodes.supervisor import Supervisor
+from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.rank import Evaluated
 from penstock.runtime.request import RECOVER, EvalRecord, TrainRequest
 from penstock.runtime.run import Run
@@ -24,6 +29,8 @@ from penstock.runtime.run_inputs import held_out_programs, program_planner
 from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.steps.records import TrainedStep
 from penstock.runtime.telemetry.figures import RankFigures
+from penstock.runtime.telemetry.observing import StageSpans
+from penstock.runtime.telemetry.spans import COMPUTE
 from penstock.runtime.telemetry.steps import StepRecord, read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError, WorkerPool
@@ -110,3 +117,53 @@ def test_each_step_is_told_its_own_waits(data: str, tmp_path: Path) -> None:
         pool.run(train_waiting, request)
     waits = [one.planning_wait_s or 0.0 for one in read_steps(tmp_path / "run" / STEPS)]
     assert len(waits) == 3 and all(WAITED_S <= wait_s < 2 * WAITED_S for wait_s in waits)
+
+
+def test_each_step_of_a_program_is_told_its_own_figures() -> None:
+    """Two steps in 8 s, of which the device computed 3 and the program was waited for 1; an evaluation after the last step of all."""
+    micros = MicroBatch(0, (1, 2), "padded", (6, 10), (), 10), MicroBatch(1, (3,), "padded", (4,), (), 4)
+    program = Program(0, 5, 0, 1, 1, 20, 3, (), micros, (), True, (1, 2))
+    device, done = torch.device("cpu"), list[Any]()
+    results = tuple(
+        StepResult(torch.tensor(loss), torch.tensor(2 * loss), rate, torch.tensor(tokens), torch.zeros(1))
+        for loss, rate, tokens in ((4.0, 0.5, 16.0), (3.0, 0.25, 4.0))
+    )
+    run: Any = Run.__new__(Run)
+    run.rank = SimpleNamespace(
+        world=SimpleNamespace(rank=0, place=0, device=device), executor=SimpleNamespace(observer=None), results=results, leads_replica=True,
+        train=lambda *given: done.append("trained"), update=SimpleNamespace(exchanges=(), scale=None),
+    )  # fmt: skip
+    run.loader = SimpleNamespace(wait_s=1.0)
+    run.spans = SimpleNamespace(position=7, busy_ns=lambda since: {COMPUTE: 3e9 if since == 7 else 0.0})
+    run.faults = SimpleNamespace(look=lambda step: done.append(step), observer=lambda before: before)
+    run.loads = SimpleNamespace(look=lambda step: None, measured=lambda pace: None)
+    run.profiled = SimpleNamespace(around=lambda step: nullcontext())
+    run.times = SimpleNamespace(step_done=lambda *given: done.append(given[-1]))
+    run.records = SimpleNamespace(gpu_sample=lambda: {"gpu_power_w": 300.0})
+    run.request = SimpleNamespace(eval_every=5, steps=7)
+    run._peaks = SimpleNamespace(time_s=lambda own, tokens: tokens / 8)
+    run._evaluate = lambda done: EvalRecord(done, 2.0, 0.5)
+    run._measures = SimpleNamespace(
+        expect=lambda program: None, step_s=lambda step, wall_s: 8.0, figures=lambda wall_s: RankFigures(compute_s=6.0),
+        pace=lambda figures, count: 0.0, memory=lambda: {"allocated_bytes": 9},
+    )  # fmt: skip
+    first, second = run._train(SimpleNamespace(program=program), 0.0)
+    shared = {"planning_wait_s": 0.5, "bubble_share": 1 - 3 / 8, "allocated_bytes": 9, "gpu_power_w": 300.0}
+    assert first.record == StepRecord(5, 4.0, 4.0, 16, 4.0, 0.5, 0.5, 8.0, padding_share=pytest.approx(0.2), **shared)
+    assert second.record == StepRecord(6, 3.0, 4.0, 4, 1.0, 0.125, 0.25, 6.0, padding_share=0.0, **shared)
+    assert first.figures == second.figures == RankFigures(compute_s=3.0) and 0 != first.samples != second.samples != 0
+    assert (first.evaluated, second.evaluated) == (None, EvalRecord(7, 2.0, 0.5)) and done == [6, "trained", 2]
+
+
+def test_the_speed_of_a_run_is_that_of_its_last_plan_warmed_up() -> None:
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4)
+    run: Any = Run.__new__(Run)
+    run.first_step, run.plan_since, run.step, run.members = 1, 3, 7, (0,)
+    run.request, run.times, run.records = TrainRequest(plan, "", 7, "out"), StageSpans(), SimpleNamespace(evaluated=[])
+    run.worker = SimpleNamespace(groups=SimpleNamespace(gather=lambda own: own[None]))
+    run.rank = SimpleNamespace(world=SimpleNamespace(rank=-1))
+    found = run._result([1.0] * 6, [50.0, 50.0, 9.0, 8.0, 1.0, 3.0], [10, 20, 30, 40, 50, 60], 0)
+    assert (found.first_step, found.num_steps, found.time_s, found.tokens_per_s) == (1, 6, 2.0, 35 / 2)
+    assert (found.plan, found.plan_since) == (plan, 3)
+    run.plan_since = 6
+    assert run._result([1.0] * 6, [50.0, 50.0, 9.0, 8.0, 1.0, 3.0], [1] * 6, 0).time_s == 3.0  # all that there is of it

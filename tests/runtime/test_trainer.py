@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_lines import with_last_values
@@ -13,18 +14,21 @@ from torchrun_ranks import run_ranks
 from training_jobs import train_slowly
 
 from penstock.cli.main import run
+from penstock.data.bundled import bundled_files
+from penstock.data.text.prepare import TextRequest, prepare_text
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.schema import write_plan
 from penstock.runtime.nodes.supervisor import hearing
-from penstock.runtime.request import PlanAdopted, StepReport, TrainRequest
+from penstock.runtime.request import PACED, RECOVER, TIMED, NodePlace, PlanAdopted, PlanningSettings, StepReport, TrainRequest
 from penstock.runtime.run_folder import plan_of_run, plans_of_run
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.runtime.telemetry.spans_reader import RankSpans, read_run, read_spans
 from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.trainer import PlanTrainer
 from penstock.runtime.workers import WorkerError
+from penstock.timing.disturbance import Disturbance, DisturbanceStrike
 
 SETTINGS = TrainingSettings(LearningRate(2e-3))
 
@@ -35,11 +39,13 @@ def plan_of(**degrees: int) -> Plan:
 
 def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
     heard: list[StepReport] = []
-    first = TrainRequest(plan_of(pp=2), data, 6, str(tmp_path / "first"), SETTINGS, eval_every=3, eval_batches=2, checkpoint_every=3)
+    first = TrainRequest(
+        plan_of(pp=2), data, 6, str(tmp_path / "first"), SETTINGS, eval_every=4, eval_batches=2, checkpoint_every=3, keep=3
+    )  # fmt: skip
     straight = PlanTrainer(first).train(heard.append)
     assert [one.step for one in heard] == list(range(6)) and [one.loss for one in heard] == list(straight.losses)
     assert straight.losses[-1] < straight.losses[0] - 0.2
-    assert [one.step for one in straight.evaluated] == [3, 6] and straight.evaluated[1].loss < straight.evaluated[0].loss
+    assert [one.step for one in straight.evaluated] == [4, 6] and straight.evaluated[1].loss < straight.evaluated[0].loss
     records = read_steps(tmp_path / "first" / "steps.jsonl")
     assert [record.loss for record in records] == list(straight.losses) and all(record.tokens for record in records)
     assert sorted(path.name for path in (tmp_path / "first").glob("*.spans")) == ["rank-00000.spans", "rank-00001.spans"]
@@ -178,6 +184,57 @@ def test_wrong_input_is_refused_before_anything_starts(
     assert run(with_last_values(words)) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
+
+
+def strike_of(phase: str) -> Disturbance:
+    return Disturbance(strikes=(DisturbanceStrike("kill", 1, phase),))
+
+
+@pytest.mark.parametrize(
+    ("options", "torchrun", "message"),
+    [
+        ({"steps": 0}, 0, "0 steps were asked for"),
+        ({"keep": 0}, 0, "0 checkpoints are to be kept"),
+        ({"on_death": "live"}, 0, "--on-death is 'live'; end or recover was expected"),
+        ({"on_death": RECOVER}, 2, "torchrun ends all of its own when one fails"),
+        ({"on_death": RECOVER, "device": TIMED}, 0, "have nothing to lose"),
+        ({"on_death": RECOVER, "copies": 1}, 0, "but this machine has 1e-09 GB of memory left"),
+        ({"node": NodePlace(0, "host", 1)}, 2, "--node-rank is for supervisors"),
+        ({"node": NodePlace(0, "host", 1), "device": TIMED}, 0, "--node-rank is for supervisors"),
+        ({"node": NodePlace(1, "host", 1)}, 0, "--node-rank is 1, but the plan has work for 1 node"),
+        ({"device": PACED}, 2, "keep one clock"),
+        ({}, 3, "3 processes"),
+        ({"plan": "without the first"}, 3, "the first process tells what a run does, but the plan leaves rank 0 out"),
+        ({"disturbance": strike_of("lunch")}, 0, "is to be struck in phase 'lunch'"),
+        ({"disturbance": strike_of("update"), "device": TIMED}, 0, "learn nothing that could be lost"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_is_made(
+    data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], torchrun: int, message: str
+) -> None:
+    monkeypatch.setattr("penstock.runtime.recovering.recovery._free_bytes", lambda: 1)
+    if torchrun:
+        monkeypatch.setenv("WORLD_SIZE", str(torchrun))
+    plan = on_devices(plan_of(pp=2), *((1, 2) if "plan" in options else (0, 1)))
+    with pytest.raises(InputError, match=message):
+        PlanTrainer(replace(TrainRequest(plan, data, 3, str(tmp_path / "run")), **{**options, "plan": plan}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_needs_samples_that_were_held_out(tmp_path: Path) -> None:
+    prepare_text(TextRequest(tuple(bundled_files()), tmp_path / "data", train_tokenizer=384, split=(1.0, 0.0, 0.0)))
+    request = TrainRequest(plan_of(pp=2), str(tmp_path / "data"), 3, str(tmp_path / "run"), eval_every=2)
+    with pytest.raises(InputError, match=r"evaluation was asked for, but data .* has no split 'validation'"):
+        PlanTrainer(request)
+    PlanTrainer(replace(request, eval_every=0))
+
+
+def test_waits_without_an_end_or_a_beginning_are_refused() -> None:
+    wrong = (({"planners": -1}, "-1 planners"), ({"wait_s": 0.0}, "may wait for 0.0 s"), ({"away_s": -1.0}, "may be away for"))
+    for options, message in wrong:
+        with pytest.raises(InputError, match=message):
+            PlanningSettings(**options)  # type: ignore[arg-type]
+    PlanningSettings(planners=0, away_s=0.0)
 
 
 def test_a_vocabulary_that_does_not_match(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from stores.conftest import require_redis
 from penstock.errors import InputError, PenstockError
 from penstock.stores import Job, StoreError, open_store
 from penstock.stores.addresses import read_store_file
-from penstock.stores.server import RedisServer, start_redis
+from penstock.stores.server import RedisServer, _settings, start_redis
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,16 @@ def test_what_a_killed_job_leaves_goes_by_itself(shared_redis: RedisServer) -> N
     with redis.Redis.from_url(shared_redis.address) as client:
         left = [client.ttl(key) for key in client.scan_iter(match="penstock/killed/*")]
     assert len(left) >= 2 and all(2 * 24 * 3600 < seconds <= 7 * 24 * 3600 for seconds in left)
+
+
+def test_programs_are_never_written_to_a_disk_nor_given_up_for_room() -> None:
+    """Anybody could read the first, and ranks would wait for the second; only who asked for it is answered without a password."""
+    for host, password in product(("127.0.0.1", "10.0.0.1"), ("word", None)):
+        settings = _settings(host, 7, password, None, None)
+        assert {f"bind {host}", "port 7", 'save ""', "appendonly no", "maxmemory-policy noeviction"} <= {*settings}
+        assert ("requirepass word" in settings) == (password is not None) and ("protected-mode no" in settings) == (
+            host == "10.0.0.1" and password is None
+        )
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])

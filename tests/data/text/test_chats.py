@@ -56,6 +56,7 @@ def test_what_the_assistant_says_counts(template: str, answers: tuple[str, ...],
     assert run(["prepare-data", chats(tmp_path), "--tokenizer", folder, "--split", "1,0,0", "--out", str(out)]) == 0
     theirs, data = transformers.AutoTokenizer.from_pretrained(folder), open_data(out)
     assert data.manifest.counts["without an answer"] == 1 and data.manifest.sides == ["input"]
+    assert len(data) == len(answers)
     for place, (chat, wanted) in enumerate(zip(CHATS, answers, strict=False)):
         messages = [{"role": role, "content": said} for role, said in chat]
         ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)

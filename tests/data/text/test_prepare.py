@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from penstock.cli.main import run
 from penstock.data import IndexedTokens, Limits, open_data
 from penstock.data.bundled import bundled_files
+from penstock.data.kept_lengths import keep_lengths
 from penstock.data.text.cleaning import DROPPED, first_of_equals, parse_split, split_samples
 from penstock.data.text.lines import PAIRS, TEXT, LineSpan, detect_fields, parse_fields, pieces_of, read_samples
-from penstock.data.text.prepare import TextRequest, prepare_text
+from penstock.data.text.prepare import TextRequest, _training_texts, prepare_text
 from penstock.errors import InputError
 
 
@@ -286,6 +287,42 @@ def test_samples_are_drawn_by_the_weights_that_were_given(tmp_path: Path) -> Non
     (rare,) = (task for task in data.manifest.splits["train"].tasks if task.name == "rare")
     drawn = [int(sample) for batch in range(4) for sample in data.batches(10)[batch].samples]
     assert sum(rare.start <= sample < rare.stop for sample in drawn) == 10  # one in four of an epoch's 40
+
+
+def test_a_task_without_samples_in_a_split_has_no_share_of_it(tmp_path: Path) -> None:
+    """One sample is all in training: a validation of both tasks by weight would have nothing to draw of it."""
+    sizes = {"one": 1, "many": 20}
+    paths = tuple(write_pairs(tmp_path / f"{name}.jsonl", [(words(3, i), name) for i in range(count)]) for name, count in sizes.items())
+    prepare_text(TextRequest(paths, tmp_path / "out", train_tokenizer=300, split=(3.0, 1.0, 0.0), weights=(1.0, 1.0)))
+    held_out = open_data(tmp_path / "out", "validation")
+    assert held_out.mixture().shares() == [0, len(held_out)] and len(held_out.batches(4)[0].samples) == 4
+    assert [task.weight for task in open_data(tmp_path / "out").manifest.splits["train"].tasks] == [1.0, 1.0]
+
+
+def test_a_tokenizer_is_trained_on_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pieces of all files in turn: what is trained on must fit into memory."""
+    monkeypatch.setattr("penstock.data.text.prepare._TRAINING_BYTES", 40)
+    paths = [write_pairs(tmp_path / f"{name}.jsonl", [(f"{name}{i}", "x" * 9) for i in range(30)]) for name in "ab"]
+    pieces = [pieces_of(path, 60) for path in paths]
+    codes = [[np.zeros(len(list(read_samples(piece, PAIRS))), np.uint8) for piece in parts] for parts in pieces]
+    texts = list(_training_texts(PAIRS, pieces, codes))
+    assert sum(map(len, texts)) < 120 and texts[:2] == ["a0", "x" * 9] and any(text.startswith("b") for text in texts)
+
+
+def test_kept_lengths_are_those_of_the_data(tmp_path: Path) -> None:
+    """Whatever they are: those of a few words, and of many hundreds."""
+    path = write_pairs(tmp_path / "a.jsonl", [(words(count, count), words(3, count)) for count in (1, 300, 70_000)])
+    prepare_text(TextRequest((path,), tmp_path / "out", train_tokenizer=300, split=(1.0, 0.0, 0.0)))
+    data = open_data(tmp_path / "out")
+    keep_lengths(data, tmp_path / "kept")
+    kept = open_data(tmp_path / "kept")
+    assert [side.tolist() for side in kept.lengths] == [np.asarray(side).tolist() for side in data.lengths]
+    assert kept.lengths[0].max() > 2**16
+    assert [batch.samples.tolist() for batch in map(kept.batches(2).__getitem__, range(4))] == [
+        batch.samples.tolist() for batch in map(data.batches(2).__getitem__, range(4))
+    ]
+    with pytest.raises(InputError, match="keeps the lengths of samples alone"):
+        kept.check()
 
 
 def test_more_samples_than_the_manifest_knows_are_refused(tmp_path: Path) -> None:

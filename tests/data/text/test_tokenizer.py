@@ -31,10 +31,11 @@ def field(number: int, value: bytes | int | float) -> bytes:
     return varint(number << 3) + varint(value)
 
 
-def model(pieces: list[tuple[str, float, int]], algorithm: int, *, byte_fallback: bool = False) -> bytes:
+def model(pieces: list[tuple[str, float, int]], algorithm: int, *, byte_fallback: bool = False, prefix: bool = True) -> bytes:
     """A SentencePiece model of these (text, score, kind)."""
     body = b"".join(field(1, field(1, text.encode()) + field(2, score) + field(3, kind)) for text, score, kind in pieces)
-    return body + field(2, field(3, algorithm) + field(35, int(byte_fallback)) + field(40, 0)) + field(3, field(3, 1) + field(4, 1))
+    training = field(3, algorithm) + field(35, int(byte_fallback)) + field(40, 0)
+    return body + field(2, training) + field(3, field(3, int(prefix)) + field(4, 1))
 
 
 SPECIAL = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
@@ -50,11 +51,26 @@ def test_a_unigram_model_takes_the_likeliest_cut(tmp_path: Path) -> None:
     assert tokenizer.decode([4, 6, 4]) == "abc ab" and find_end_token(tokenizer, "auto") == 2
 
 
+def test_pieces_that_are_special_may_be_anywhere(tmp_path: Path) -> None:
+    """T5's unknown piece is its third; a piece that a user defined is never cut, whatever the others would make of it; no space is put
+    before a text unless the model says so."""
+    pieces = [("<pad>", 0.0, 3), ("</s>", 0.0, 3), ("<unk>", 0.0, 2), ("▁", -1.0, 1), ("a", -1.0, 1), ("b", -1.0, 1), ("ab", -9.0, 4)]
+    (tmp_path / "with.model").write_bytes(model(pieces, 1))
+    (tmp_path / "without.model").write_bytes(model(pieces, 1, prefix=False))
+    first, second = (load_tokenizer(tmp_path / f"{name}.model") for name in ("with", "without"))
+    assert first.encode("ba z", add_special_tokens=False).ids == [3, 5, 4, 3, 2]
+    assert second.encode("ba z", add_special_tokens=False).ids == [5, 4, 3, 2]
+    assert second.encode("bab", add_special_tokens=False).ids == [5, 6]
+
+
 def test_a_bpe_model_merges_the_best_scored_first(tmp_path: Path) -> None:
     letters = [(letter, -10.0 - i, 1) for i, letter in enumerate("▁abc")]
     (tmp_path / "own.model").write_bytes(model([*SPECIAL, ("bc", 0.0, 1), ("ab", -1.0, 1), ("▁ab", -2.0, 1), *letters], 2))
     tokenizer = load_tokenizer(tmp_path / "own.model")
     assert tokenizer.encode("abc ab", add_special_tokens=False).tokens == ["▁", "a", "bc", "▁ab"]
+    (tmp_path / "own.model").write_bytes(model([*SPECIAL, ("c▁a", 0.0, 1), ("▁a", -1.0, 1), *letters], 2))
+    tokenizer = load_tokenizer(tmp_path / "own.model")  # a piece may span two words
+    assert tokenizer.encode("bc ab", add_special_tokens=False).tokens == ["▁", "b", "c▁a", "b"]
 
 
 def test_unknown_characters_fall_back_to_bytes(tmp_path: Path) -> None:
@@ -86,7 +102,8 @@ def test_vocabulary_and_merges(tmp_path: Path) -> None:
         tokenizer = load_tokenizer(given)
         for text in HARD:
             assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    assert find_end_token(tokenizer, "auto") == tokenizer.token_to_id("<|endoftext|>")
+    end = tokenizer.token_to_id("<|endoftext|>")
+    assert find_end_token(tokenizer, "auto") == end and tokenizer.encode("a<|endoftext|>b").ids.count(end) == 1
     (tmp_path / "merges.txt").unlink()
     with pytest.raises(InputError, match=r"needs a merges\.txt beside it"):
         load_tokenizer(tmp_path)
@@ -96,6 +113,8 @@ def test_word_pieces(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "##s", "the"]))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.encode("The CATS sit", add_special_tokens=False).tokens == ["the", "cat", "##s", "[UNK]"]
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "Cat", "##s"]))
+    assert load_tokenizer(tmp_path).encode("Cats cat CAT", add_special_tokens=False).tokens == ["Cat", "##s", "cat", "[UNK]"]
     assert find_end_token(tokenizer, "auto") == 3 and find_end_token(tokenizer, "none") is None and find_end_token(tokenizer, "cat") == 5
 
 

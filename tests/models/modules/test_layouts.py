@@ -10,7 +10,7 @@ import torch
 from small_models import loud_chain, small_batch, small_model
 
 from penstock.errors import InputError
-from penstock.models.modules import Batch, Chain, Sequences, build_chain, build_op
+from penstock.models.modules import Batch, Chain, Sequences, TensorParallel, build_chain, build_op
 from penstock.models.modules.dropout import keep_mask, keyed_dropout
 from penstock.models.ops import Model, PlacedOp
 
@@ -133,6 +133,27 @@ def test_attention_dropout_needs_the_unfused_path() -> None:
     op = replace(placed.op, config={**placed.op.config, "dropout": 0.1})
     with pytest.raises(InputError, match=r"layers\.0\.attention.*attention dropout 0\.1"):
         build_op(PlacedOp(placed.index, placed.name, placed.block, op))
+
+
+def test_dropped_chances_follow_step_and_seed_and_not_how_heads_are_divided() -> None:
+    """Nor are any dropped in an evaluation."""
+    places = [next(p for p in small_model("gpt", fused_attention=False, attention_dropout=share).ops if p.op.kind == "attention")
+              for share in (0.3, 0.0)]  # fmt: skip
+    batch, heads, width = make_batch(small_model("gpt"), "padded"), places[0].op.config["heads"], places[0].op.config["head_width"]
+    tokens = len(batch.side("own").ids)
+    qkv = torch.randn(tokens, 3, heads, width, generator=torch.Generator().manual_seed(0))
+
+    def context(of: Batch, first: int = 0, last: int = heads, tp: TensorParallel | None = None, at: int = 0) -> torch.Tensor:
+        carry = {"qkv": qkv[:, :, first:last].reshape(tokens, -1), "residual": torch.zeros(tokens, heads * width)}
+        return build_op(places[at], tp)(carry, of)["context"].view(tokens, -1, width)
+
+    whole = context(batch)
+    for rank in range(2):
+        first, last = rank * heads // 2, (rank + 1) * heads // 2
+        torch.testing.assert_close(context(batch, first, last, TensorParallel(rank, 2)), whole[:, first:last])
+    others = [context(replace(batch, **change)) for change in ({"step": 1}, {"seed": 1}, {"training": False})]
+    assert not any(torch.allclose(one, whole) for one in others) and not torch.allclose(others[0], others[1])
+    torch.testing.assert_close(others[2], context(batch, at=1))
 
 
 @pytest.mark.parametrize("family", ["gpt", "bert"])

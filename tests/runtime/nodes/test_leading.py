@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.errors import PenstockError
 from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.nodes import sealed_socket
 from penstock.runtime.nodes.channel import Channel
@@ -27,8 +28,10 @@ KEY = b"k" * 32
 NO_STORE: Any = ("", None)
 
 
-def leading(copies: Copies | None = None, tell: Callable[[LedBy], None] = lambda led: None, nodes: int = 2, **given: Any) -> LeadingNode:
-    return LeadingNode(0, ("127.0.0.1", 0), KEY, [(number,) for number in range(nodes)], {"--steps": 3}, copies, tell, **given)
+def leading(
+    copies: Copies | None = None, tell: Callable[[LedBy], None] = lambda led: None, nodes: int = 2, number: int = 0, **given: Any
+) -> LeadingNode:  # fmt: skip
+    return LeadingNode(number, ("127.0.0.1", 0), KEY, [(number,) for number in range(nodes)], {"--steps": 3}, copies, tell, **given)
 
 
 def follower(nodes: LeadingNode, number: int = 1, copies: CopyServer | None = None, **facts: object) -> Channel:
@@ -123,3 +126,28 @@ def test_copies_that_only_a_node_had_that_has_left_are_not_safe() -> None:
             time.sleep(0.01)
         leaves.send(Leaving(has_moved=True))
         assert nodes.hear(nodes.handles()[0]) is None and first.safe_step(0) == -1
+
+
+@pytest.mark.parametrize(
+    ("number", "node", "attempt", "words"),
+    [
+        (0, 0, 0, "--node-rank is 0, but the plan's other nodes are [1]"),
+        (0, 2, 0, "--node-rank is 2, but the plan's other nodes are [1]"),
+        (0, 1, 1, "a node can join only a run that keeps copies to go on from"),
+        (1, 0, 0, "node 0 cannot join a run that node 1 leads"),
+    ],
+)
+def test_who_cannot_take_part_is_told_why(number: int, node: int, attempt: int, words: str) -> None:
+    with closing(leading(number=number)) as nodes:
+        nodes._attempt = attempt
+        with closing(follower(nodes, node, **{"--steps": 3})) as other:
+            told = other.take(60.0)
+            assert isinstance(told, Refused) and words in told.text and not nodes.is_asked
+
+
+def test_nodes_that_do_not_come_are_named_or_done_without() -> None:
+    with closing(leading()) as nodes:
+        with pytest.raises(PenstockError, match=rf"node 1 has not come in 0.05 s: .* --node-rank 1 --master {nodes.host}:{nodes.port}"):
+            nodes.meet([1], 0.05)
+        nodes.meet([1], 0.05, needs_all=False)
+        assert nodes.gone == {1} and nodes.gone_ranks() == [1]

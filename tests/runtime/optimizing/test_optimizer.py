@@ -12,7 +12,8 @@ from oracles.optimizers import torch_optimizer
 from torch import nn
 
 from penstock.costs.memory import OPTIMIZER_CHUNK
-from penstock.runtime.optimizing.optimizer import MasterAdamW, make_adamw, make_optimizer
+from penstock.runtime.optimizing.optimizer import MasterAdamW, _Masters, make_adamw, make_optimizer, squared_norms
+from penstock.runtime.optimizing.update_rules import update_rule
 from penstock.runtime.settings import OptimizerSettings
 
 SHAPES = ((7, 5), (13,), (1,), (4, 3, 2), (64, 9))
@@ -173,10 +174,13 @@ def test_rules_without_decay_of_vectors(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_step_of_some_weights_leaves_the_others(kind: str, dtype: torch.dtype) -> None:
     """Their gradients too: they may still be needed."""
-    settings = OptimizerSettings(kind)  # type: ignore[arg-type]
+    settings = OptimizerSettings(kind, no_decay=("vectors",))  # type: ignore[arg-type]
     mine, whole = weights(dtype), weights(dtype)
     optimizers = [
-        make_optimizer(own, settings, 1e-2, op_of={id(one): number // 2 for number, one in enumerate(own)}) for own in (mine, whole)
+        make_optimizer(
+            own, settings, 1e-2, {id(one): number // 2 for number, one in enumerate(own)}, {id(one) for one in own if one.dim() <= 1}
+        )
+        for own in (mine, whole)
     ]
     for own in (mine, whole):
         give_gradients(own, 0)
@@ -187,6 +191,28 @@ def test_a_step_of_some_weights_leaves_the_others(kind: str, dtype: torch.dtype)
     assert all(
         parameter.grad is not None and torch.equal(parameter.grad, given) for parameter, given in zip(mine[2:], gradients[2:], strict=True)
     )
+
+
+@pytest.mark.parametrize("chunk", [1, 100])
+def test_lamb_of_weights_that_are_larger_than_a_piece(chunk: int) -> None:
+    """One ratio for all of a weight, wherever it is cut."""
+    settings = OptimizerSettings("lamb", 0.4)
+    cut, whole = weights(), weights()
+    both = _Masters(cut, lambda own: update_rule(settings, own, 1e-2), chunk), make_optimizer(whole, settings, 1e-2)
+    for step in range(3):
+        for own, optimizer in zip((cut, whole), both, strict=True):
+            give_gradients(own, step)
+            weight, way = optimizer.advance(None).sqrt().unbind(1)
+            optimizer.move((weight / way).float())
+    for mine, its in zip(cut, whole, strict=True):
+        torch.testing.assert_close(mine.detach(), its.detach(), rtol=2 * torch.finfo(torch.bfloat16).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_norms_are_added_up_in_fp32(dtype: torch.dtype) -> None:
+    """Of fp16 gradients whose norm fp16 does not hold, and of many small ones whose digits bf16 does not."""
+    values = torch.cat([torch.full((4,), 6e4), torch.full((1001,), 3.0)]).to(dtype)
+    assert squared_norms([values]).item() == pytest.approx(values.double().square().sum().item(), rel=1e-6)
 
 
 def test_what_decays_is_told_by_dimensions_and_names() -> None:

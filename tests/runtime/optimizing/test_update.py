@@ -23,7 +23,8 @@ from penstock.runtime.transport.world import ProcessGroups
 
 def test_the_loss_scale_falls_on_overflow_and_rises_after_a_while() -> None:
     scale = LossScale(value=8.0, patience=3)
-    for overflowed, value in ((False, 8.0), (True, 4.0), (False, 4.0), (False, 4.0), (False, 8.0), (False, 8.0), (True, 4.0)):
+    rising = [(False, 4.0), (False, 4.0), (False, 8.0), (False, 8.0), (False, 8.0), (False, 16.0)]
+    for overflowed, value in ((False, 8.0), (True, 4.0), *rising, (False, 16.0), (True, 8.0)):
         scale.after(overflowed)
         assert scale.value == value
     low, high = LossScale(value=1.0), LossScale(value=2.0**23, patience=1)

@@ -274,10 +274,18 @@ def test_the_checker_sees_batches_that_end_wrongly(ends: tuple[int, ...]) -> Non
     assert any(("rising numbers up to 16" if ends else "in more than one micro-batch") in problem.text for problem in problems)
 
 
-def test_clipping_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (TrainingSettings(), r"clipped to a norm of 1, but .* Use --clip 0"),
+        (TrainingSettings(optimizer=OptimizerSettings("lamb"), clip_norm=None), "LAMB needs norms over all ranks"),
+        (TrainingSettings(on_nan="skip", clip_norm=None), "no update can be dropped"),
+    ],
+)
+def test_what_needs_all_stages_at_once_is_refused(settings: TrainingSettings, message: str) -> None:
     plan = uniform_plan("llama-tiny", "2xcpu", pp=2, global_batch=8, micro_batch=2, schedule="pipedream", precision="fp32")
-    with pytest.raises(InputError, match=r"clipped to a norm of 1, but .* Use --clip 0"):
-        PlanTrainer(TrainRequest(plan, "no-data", 1, "no-folder"))
+    with pytest.raises(InputError, match=message):
+        PlanTrainer(TrainRequest(plan, "no-data", 1, "no-folder", settings))
 
 
 def test_evaluation_updates_nothing() -> None:

@@ -40,6 +40,13 @@ def test_a_rank_that_is_stopped_is_frozen_and_one_that_comes_back_is_not() -> No
     assert scene.look(2 * STOPPED_S) == {1: "was stopped by a signal"}
 
 
+def test_short_stops_do_not_add_up() -> None:
+    scene = Scene()
+    for _ in range(8):
+        for scene.stopped[101] in (True, False):
+            assert scene.look(STOPPED_S / 2) == {}
+
+
 def test_a_launcher_that_was_stopped_too_starts_counting_anew() -> None:
     """As after Ctrl-Z: it has seen nothing meanwhile."""
     scene = Scene()
@@ -60,3 +67,13 @@ def test_a_pass_that_takes_far_longer_than_any_step_hangs(step_s: float) -> None
     least = max(LEAST_S, MANY_TIMES * step_s)
     assert scene.look(least - 2 * step_s) == {}
     assert scene.look(3 * step_s) == {0: f"has hung for {least:.0f} s, 10 times as long as any step took,"}
+
+
+def test_the_longest_step_counts_and_not_the_last() -> None:
+    """One that saved a checkpoint, say: the next may take as long."""
+    scene = Scene()
+    for step, step_s in enumerate((1, 30, 1, 1)):
+        for instruction in range(step_s):
+            scene.at = {rank: ((step, instruction), not rank) for rank in range(2)}
+            assert scene.look(1.0) == {}
+    assert scene.look(MANY_TIMES * 30.0 - 5.0) == {} and list(scene.look(10.0)) == [0]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,14 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.plans.references import model_of
+from penstock.runtime.checkpoints.folder import step_of, whole_checkpoints
 from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.recovering import recovery
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery, require_room_for_copies
-from penstock.runtime.request import GoingOn, StepReport, TrainRequest, TrainResult
+from penstock.runtime.request import EvalRecord, GoingOn, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import own_folder, plan_of_run, plans_of_run, put_in_force, safe_step
 
 PLAN = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
@@ -31,10 +33,11 @@ class Witness:
     """Knows one smaller plan, or none."""
 
     def __init__(self, smaller: Plan | None = None) -> None:
-        self.smaller, self.told = smaller, list[tuple[str | int, ...]]()
+        self.smaller, self.told, self.pauses_s = smaller, list[tuple[str | int, ...]](), list[float]()
 
     def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
         self.told.append((event, step, *ranks))
+        self.pauses_s += [] if pause_s is None else [pause_s]
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         if self.smaller is None:
@@ -161,6 +164,49 @@ def test_it_goes_on_without_machines_that_are_lost_one_after_the_other_while_the
     assert run.go_on([1], "lost", gone=range(1, 6)) is None and run.gave_up == "none"
 
 
+def test_a_machine_that_is_lost_is_left_out_at_once_and_comes_back_with_the_first_plan(tmp_path: Path) -> None:
+    """If all devices of that are there again: one of another machine does not do."""
+    witness = Witness(SMALLER)
+    run, copies = followed(tmp_path, witness)
+    for step in range(5):
+        run.hear(StepReport(step, 1.0, 1.0))
+    copy(copies, 4)
+    assert run.go_on([1], "dead", gone=[1]) == GoingOn(4, True) and (run.members, run.request.plan) == ((0,), SMALLER)
+    run.hear(StepReport(5, 1.0, 1.0))
+    assert run.join([2]) == GoingOn(4, True) and (run.members, run.request.plan) == ((0, 2), SMALLER)
+    assert run.join([1]) == GoingOn(4, True) and (run.members, run.request.plan) == ((0, 1, 2), PLAN)
+    new = run.hear(StepReport(6, 1.0, 1.0))
+    assert new is not None and "ranks 1-2 are there, a plan of ranks 0-1 is in force. Training went on from step 4" in new.notes[0]
+    run.part_with([2], "it left.")
+    assert run.members == (0, 1) and witness.told[-2:] == [("joined", 6, 1, 2), ("left", 7, 2)]
+    assert followed(tmp_path, Witness())[0].go_on([1], "dead", gone=[1]) is None  # no plan does without it
+
+
+def test_a_pause_begins_with_the_first_of_several_deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([100.0, 110.0, 130.0])
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    witness = Witness()
+    run, _ = followed(tmp_path, witness)
+    assert run.go_on([0], "dead") and run.go_on([1], "dead")
+    run.hear(StepReport(0, 1.0, 1.0))
+    assert witness.told == [("lost", 0, 0), ("lost", 0, 1), ("replaced", 0, 0, 1)] and witness.pauses_s == [30.0]
+
+
+def test_evaluations_of_processes_that_died_are_part_of_the_result_and_as_many_checkpoints_stay_as_asked_for(tmp_path: Path) -> None:
+    run, copies = followed(tmp_path)
+    evaluated = [EvalRecord(step + 1, 2.0 - step, 0.5) for step in range(2)]
+    for step in range(4):
+        run.hear(StepReport(step, 1.0, 1.0, evaluated=evaluated[step] if step < 2 else None))
+    last = TrainResult(2, 2, (1.0,) * 2, (), 0.0, 0.0, {}, None)
+    assert run.whole(last).evaluated == tuple(evaluated) and run.whole(last).num_steps == 4
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    copy(copies, 4)
+    run.request = replace(run.request, keep=3)
+    run.save_copies()
+    assert [step_of(path) for path in whole_checkpoints(tmp_path / "checkpoints")] == [1, 2, 4]
+
+
 def test_plans_of_steps_that_are_done_again_are_forgotten(tmp_path: Path) -> None:
     run, copies = followed(tmp_path)
     copy(copies, 4)
@@ -181,3 +227,14 @@ def test_copies_without_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
             require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
     monkeypatch.undo()
     require_room_for_copies(TrainRequest(PLAN, "data", 1, "run"), model_of(PLAN))
+
+
+def test_memory_that_is_left_is_what_may_still_be_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others hold is none, nor is what a container may not take of its machine's."""
+    monkeypatch.setattr(recovery, "Path", lambda name: tmp_path / name.rpartition("/")[2])
+    (tmp_path / "meminfo").write_text("MemTotal:  900 kB\nMemFree:  100 kB\nMemAvailable:  500 kB\n")
+    assert recovery._free_bytes() == 500 * 1024
+    for limit, used, free in (("300000", "100000", 200_000), ("9000000", "100000", 500 * 1024), ("max", "100000", 500 * 1024)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text(used + "\n")
+        assert recovery._free_bytes() == free

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.plans.build import uniform_plan
 from penstock.runtime.checkpoints.folder import BEST_LOSS
+from penstock.runtime.checkpoints.going_on import RUN
 from penstock.runtime.checkpoints.intervals import SaveInterval
 from penstock.runtime.recovering.saving import RunSaves
 from penstock.runtime.request import EvalRecord, TrainRequest
@@ -26,9 +27,19 @@ class _Lists:
     def __init__(self) -> None:
         self.saved: list[tuple[int, float | None]] = []
         self.copied: list[int] = []
+        self.states: list[Mapping[str, Any]] = []
+        """What was saved beside tensors."""
+        self.options: dict[str, Any] = {}
+        """With which the writer was made."""
+
+    def made(self, *given: Any, **options: Any) -> _Lists:
+        """As a writer of checkpoints."""
+        self.options = options
+        return self
 
     def save(self, *given: Any, keep: int = -1) -> None:
         state: Mapping[str, Any] = given[-1]
+        self.states.append(state)
         if len(given) == 3:
             self.saved.append((given[0], state.get(BEST_LOSS)))
         else:
@@ -46,7 +57,7 @@ def saves_of(lists: _Lists, out: Path, monkeypatch: pytest.MonkeyPatch, saved: i
     rank: Any = SimpleNamespace(world=SimpleNamespace(rank=1, place=1, ranks=(0, 1), groups=groups))
     monkeypatch.setattr("penstock.runtime.recovering.saving.rank_pieces", lambda rank: ())
     monkeypatch.setattr("penstock.runtime.recovering.saving.rank_state", lambda rank: {})
-    monkeypatch.setattr("penstock.runtime.recovering.saving.CheckpointWriter", lambda *_, **__: lists)
+    monkeypatch.setattr("penstock.runtime.recovering.saving.CheckpointWriter", lists.made)
     batches: Any = SimpleNamespace(state=lambda done: {"step": done})
     faults: Any = SimpleNamespace(within=lambda phase, pieces: pieces)
     found = RunSaves(request, rank, batches, copies=lists, faults=faults, token="a", saved=saved)  # type: ignore[arg-type]
@@ -56,7 +67,8 @@ def saves_of(lists: _Lists, out: Path, monkeypatch: pytest.MonkeyPatch, saved: i
 
 def test_checkpoints_by_steps_time_and_evaluation_and_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lists = _Lists()
-    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=4, copies=3)
+    saves = saves_of(lists, tmp_path, monkeypatch, checkpoint_every=4, copies=3, keep=7)
+    assert lists.options == {"rank": 1, "world_size": 2, "token": "a", "keep": 7}
     evaluated = {2: 5.0, 6: 5.5, 8: 4.5}
     for done in range(1, 10):
         loss, saves.safe_copy = evaluated.get(done), -1.0 if done < 8 else 3.0  # until then, what is copied is here alone
@@ -116,3 +128,27 @@ def test_every_rank_with_work_leaves_copies_and_nobody_else(tmp_path: Path, monk
         saves.copy(3)
         saves.copy(20)  # the last step: nobody goes on from it
         assert (lists.copied, saves.copied) == (copied, elsewhere)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_saved_says_of_which_run_it_is_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """By the first rank, once; and steps are on disk before a copy has them behind it."""
+    lists, flushed = _Lists(), list[list[int]]()
+    saves = saves_of(lists, tmp_path, monkeypatch, copies=3)
+    monkeypatch.setattr("penstock.runtime.recovering.saving.run_facts", lambda model, data, **facts: facts)
+    saves._rank.world.place, saves._rank.model = place, None  # type: ignore[assignment]
+    saves.before_copy = lambda: flushed.append([*lists.copied])
+    saves.copy(3)
+    saves.finish(4)
+    facts = {} if place else {"seed": 0, "global_batch": 16}
+    assert lists.states == [{"data": {"step": step}, RUN: facts} for step in (3, 4)] and flushed == [[]] and lists.copied == [3]
+
+
+def test_a_run_that_goes_on_knows_how_good_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its first evaluation is taken for the best of all."""
+    monkeypatch.setattr("penstock.runtime.recovering.saving.best_checkpoint", lambda folder: (folder / "save-000001-step-2", 5.0))
+    lists = _Lists()
+    saves = saves_of(lists, tmp_path, monkeypatch, saved=2, checkpoint_every=0)
+    for done, loss in ((3, 6.0), (4, 4.0)):
+        saves.after(done, EvalRecord(done, loss, 0.0), is_due=False)
+    assert lists.saved == [(4, 4.0)]

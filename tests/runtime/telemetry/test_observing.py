@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.programs.instructions import Backward, BackwardInput, BackwardWeight, Forward, Instruction, Program, ReceiveWait, Step
-from penstock.runtime.telemetry.observing import Observers, StageSpans
+from penstock.runtime.telemetry.observing import Observers, StageSpans, StageTime, slowest_stages, times_of_ranks
+from penstock.runtime.telemetry.parts import RankTimes, StepParts
 from penstock.runtime.telemetry.status import Status, StatusBoard
 
 STEPS: tuple[Instruction, ...] = (
@@ -99,3 +100,22 @@ def test_the_board_says_where_each_rank_is() -> None:
     assert board.where(1) == "after iteration 5" and board.where(0) == "before its first program"
     board.clear()
     assert board.where(1) == "before its first program"
+
+
+def test_a_stage_is_told_by_the_rank_that_takes_longest_for_it() -> None:
+    """By its passes, and not by how long it waits, nor by how many they are."""
+    ranks = [{0: StageTime(1.0, 2.0, 9.0, 40)}, {0: StageTime(2.0, 3.0, 0.5, 4), 1: StageTime(1.0, 1.0, 0.25, 7)}]
+    told: list[torch.Tensor] = []
+    for stages in (*ranks, {}):
+        times = StageSpans()
+        times.stages = dict(stages)
+        found = slowest_stages(2, times, lambda own: told.append(own) or torch.stack(told))  # type: ignore[func-returns-value]
+    assert found == {0: ranks[1][0], 1: ranks[1][1]}
+
+
+def test_what_each_rank_measured_is_known_to_all() -> None:
+    parts = StepParts(1.0, 2.0, 3.0, 4.0)
+    told: list[torch.Tensor] = []
+    for own in (RankTimes(parts, None, 7.0), None, RankTimes(parts, 0.5, None)):
+        found = times_of_ranks((3, 5, 8)[: len(told) + 1], own, lambda row: told.append(row) or torch.stack(told))  # type: ignore[func-returns-value]
+    assert found == {3: RankTimes(parts, None, 7.0), 8: RankTimes(parts, 0.5, None)}

@@ -85,6 +85,14 @@ def test_a_line_that_another_process_is_writing_is_left_alone(tmp_path: Path, mo
     assert [one.step for one in read_steps(path)] == [1, 2, 3]
 
 
+def test_a_run_that_begins_anew_has_no_steps_of_the_one_before(tmp_path: Path) -> None:
+    for step, anew in ((1, False), (2, False), (3, True)):
+        log = LineLog(tmp_path / "steps.jsonl", anew=anew)
+        log.write(StepRecord(step))
+        log.close()
+        assert [one.step for one in read_steps(tmp_path / "steps.jsonl")] == {1: [1], 2: [1, 2], 3: [3]}[step]
+
+
 def test_what_is_not_a_number_is_left_out(tmp_path: Path) -> None:
     log = LineLog(tmp_path / "s.jsonl")
     log.write(StepRecord(1, loss=math.nan, gradient_norm=math.inf, time_s=1.0))

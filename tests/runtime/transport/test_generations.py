@@ -91,3 +91,13 @@ def test_nobody_meets_in_a_closed_one() -> None:
     assert (following.number, following.members, alone.is_closed) == (4, (0,), True)
     with pytest.raises(RuntimeError, match="generation 3 is closed"):
         alone.group((0, 1))
+
+
+def test_a_world_has_a_process_for_every_rank_and_a_gpu_for_every_part_of_an_op() -> None:
+    case = make_case(ONE | {"tp": 2}, 3)
+    with pytest.raises(InputError, match=r"the plan has ranks 0-1, but rank 1 has no process"):
+        World(case.plan, ProcessGroups())
+    alone = World(make_case(ONE, 3).plan, ProcessGroups(staged=True))
+    assert alone.tensor_parallel([0]).size == 1
+    with pytest.raises(InputError, match=r"ranks \(0, 1\) share one GPU, .* Use tp 1 there"):
+        alone.tensor_parallel([0, 1])
