@@ -26,6 +26,7 @@ from penstock.runtime.request import RECOVER, EvalRecord, TrainRequest
 from penstock.runtime.run import Run
 from penstock.runtime.run_folder import STEPS
 from penstock.runtime.run_inputs import held_out_programs, program_planner
+from penstock.runtime.steps.measuring import StepMeasures
 from penstock.runtime.steps.messages import StepMessage
 from penstock.runtime.steps.records import TrainedStep
 from penstock.runtime.telemetry.figures import RankFigures
@@ -133,20 +134,19 @@ def test_each_step_of_a_program_is_told_its_own_figures() -> None:
         world=SimpleNamespace(rank=0, place=0, device=device), executor=SimpleNamespace(observer=None), results=results, leads_replica=True,
         train=lambda *given: done.append("trained"), update=SimpleNamespace(exchanges=(), scale=None),
     )  # fmt: skip
-    run.loader = SimpleNamespace(wait_s=1.0)
-    run.spans = SimpleNamespace(position=7, busy_ns=lambda since: {COMPUTE: 3e9 if since == 7 else 0.0})
+    loader, records = SimpleNamespace(wait_s=1.0), SimpleNamespace(gpu_sample=lambda: {"gpu_power_w": 300.0})
+    spans = SimpleNamespace(position=7, busy_ns=lambda since: {COMPUTE: 3e9 if since == 7 else 0.0})
+    times = SimpleNamespace(step_done=lambda *given: done.append(given[-1]), passes_s=0.0)
+    peaks = SimpleNamespace(time_s=lambda own, tokens: tokens / 8)
+    run._measures = measures = StepMeasures(run.rank, loader, records, spans, times, peaks)  # type: ignore[arg-type]
+    measures._whole_s = lambda step, wall_s: 8.0  # type: ignore[method-assign]
+    measures._figures = lambda wall_s: RankFigures(compute_s=6.0)  # type: ignore[method-assign]
+    measures.memory = lambda: {"allocated_bytes": 9}  # type: ignore[method-assign]
     run.faults = SimpleNamespace(look=lambda step: done.append(step), observer=lambda before: before)
     run.loads = SimpleNamespace(look=lambda step: None, measured=lambda pace: None)
-    run.profiled = SimpleNamespace(around=lambda step: nullcontext())
-    run.times = SimpleNamespace(step_done=lambda *given: done.append(given[-1]))
-    run.records = SimpleNamespace(gpu_sample=lambda: {"gpu_power_w": 300.0})
+    run.profiled, run._guard = SimpleNamespace(around=lambda step: nullcontext()), SimpleNamespace(check=lambda *given: None)
     run.request = SimpleNamespace(eval_every=5, steps=7)
-    run._peaks = SimpleNamespace(time_s=lambda own, tokens: tokens / 8)
     run._evaluate = lambda done: EvalRecord(done, 2.0, 0.5)
-    run._measures = SimpleNamespace(
-        expect=lambda program: None, step_s=lambda step, wall_s: 8.0, figures=lambda wall_s: RankFigures(compute_s=6.0),
-        pace=lambda figures, count: 0.0, memory=lambda: {"allocated_bytes": 9},
-    )  # fmt: skip
     first, second = run._train(SimpleNamespace(program=program), 0.0)
     shared = {"planning_wait_s": 0.5, "bubble_share": 1 - 3 / 8, "allocated_bytes": 9, "gpu_power_w": 300.0}
     assert first.record == StepRecord(5, 4.0, 4.0, 16, 4.0, 0.5, 0.5, 8.0, padding_share=pytest.approx(0.2), **shared)
@@ -158,12 +158,15 @@ def test_each_step_of_a_program_is_told_its_own_figures() -> None:
 def test_the_speed_of_a_run_is_that_of_its_last_plan_warmed_up() -> None:
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=8, micro_batch=4)
     run: Any = Run.__new__(Run)
-    run.first_step, run.plan_since, run.step, run.members = 1, 3, 7, (0,)
-    run.request, run.times, run.records = TrainRequest(plan, "", 7, "out"), StageSpans(), SimpleNamespace(evaluated=[])
-    run.worker = SimpleNamespace(groups=SimpleNamespace(gather=lambda own: own[None]))
+    run.first_step, run.plan_since, run.step, run._ended_by = 1, 3, 7, 0
+    run.request, run.times, run.saves = TrainRequest(plan, "", 7, "out"), StageSpans(), SimpleNamespace(finish=lambda step: None)
+    run.records = SimpleNamespace(
+        evaluated=[], losses=[1.0] * 6, times_s=[50.0, 50.0, 9.0, 8.0, 1.0, 3.0], tokens=[10, 20, 30, 40, 50, 60]
+    )  # fmt: skip
+    run.worker = SimpleNamespace(groups=SimpleNamespace(gather=lambda own: own[None], generation=SimpleNamespace(members=(0,))))
     run.rank = SimpleNamespace(world=SimpleNamespace(rank=-1))
-    found = run._result([1.0] * 6, [50.0, 50.0, 9.0, 8.0, 1.0, 3.0], [10, 20, 30, 40, 50, 60], 0)
+    found = run._finished()
     assert (found.first_step, found.num_steps, found.time_s, found.tokens_per_s) == (1, 6, 2.0, 35 / 2)
     assert (found.plan, found.plan_since) == (plan, 3)
     run.plan_since = 6
-    assert run._result([1.0] * 6, [50.0, 50.0, 9.0, 8.0, 1.0, 3.0], [1] * 6, 0).time_s == 3.0  # all that there is of it
+    assert run._finished().time_s == 3.0  # all that there is of it
