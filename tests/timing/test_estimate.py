@@ -307,6 +307,93 @@ def test_the_last_device_to_be_done_ends_the_iteration() -> None:
     found = estimated(plan_of(*stages), gpt(tied=True))
     ends_s = [found.pipeline_s + stage.sync_s + stage.optimizer_s for stage in found.stages]
     assert found.time_s == pytest.approx(ends_s[0]) and ends_s[0] == ends_s[2] > 1.01 * ends_s[1]
+    assert dict(found.shares())["gradient sync"] == pytest.approx(found.stages[0].sync_s)
+
+
+class Counted(Plain):
+    """A step takes a second for each weight of a rank."""
+
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
+        return num_parameters
+
+
+@pytest.mark.parametrize(("zero", "share", "level"), [(0, 1, 0), (1, 4, 1)])
+def test_ranks_with_equal_weights_divide_step_and_state(zero: int, share: int, level: int) -> None:
+    """Two replicas of two ranks that divide samples: four hold the same weights."""
+    model = gpt()
+    plan = plan_of(Stage(0, 20, ((0, 1), (2, 3)), Degrees(1, 2), zero=zero), num_replicas=2)
+    [stage] = estimate(plan, model, cluster(), Counted()).stages
+    assert stage.optimizer_s == pytest.approx(model.num_parameters / share) and stage.zero == level
+    assert stage.memory.moments_bytes == pytest.approx(8 * model.num_parameters / share)
+
+
+def test_what_divides_nothing_is_not_told_as_divided() -> None:
+    halves = Stage(0, 20, ((0, 1),), Degrees(1, 2), zero=1, sequence_parallel=True)
+    alone = replace(halves, devices=((0,),), degrees=Degrees())
+    told = [estimated(plan_of(stage)).stages[0] for stage in (halves, alone)]
+    assert [(one.zero, one.sequence_parallel) for one in told] == [(1, False), (0, False)]
+
+
+def test_a_stage_on_two_kinds_is_as_fast_as_the_slower() -> None:
+    """Also where its ops have degrees of their own."""
+    for runs in ((), (OpRun(9, 17, 2, 2),)):
+        plan = plan_of(Stage(0, 20, ((0, 1, 4, 5),), Degrees(1, 4), runs=runs), samples=4)
+        [stage] = estimate(plan, gpt(), two_kinds(), TwoSpeeds()).stages
+        assert (stage.work.forward_s, stage.device) == (pytest.approx(2 * 20 * FORWARD_S), "v100-32gb")
+
+
+def test_a_rank_that_gets_more_samples_decides() -> None:
+    """Rank 1 takes three times as long and gets one row of four; its costs are those of its kind, so that rank 0 with three is later."""
+    model, source = gpt(), Roofline(in_company=False)
+    plan = plan_of(Stage(0, 20, ((0, 1),), Degrees(1, 2)), samples=4)
+    slow = replace(plan, micro_batching=replace(plan.micro_batching, slower=((1, (3.0, 3.0, 3.0)),)))
+    alone = estimate(plan_of(Stage(0, 20, ((0,),)), samples=3, global_batch=3), model, cluster(), source)
+    assert estimate(slow, model, cluster(), source).stages[0].work == alone.stages[0].work
+
+
+def test_of_two_replicas_on_one_kind_the_busier_decides_memory() -> None:
+    stages = tuple(Stage(*ops, ((at,), (3 + at,))) for at, ops in enumerate([(0, 9), (9, 17), (17, 20)]))
+    plan = plan_of(*stages, num_replicas=2, global_batch=14)
+    held = [[stage.memory.activations_bytes for stage in estimated(shared_out(plan, *counts), on=cluster(6)).stages]
+            for counts in ((6, 1), (1, 6))]  # fmt: skip
+    one = [stage.memory.activations_bytes for stage in estimated(plan_of(*(replace(s, devices=s.devices[:1]) for s in stages),
+                                                                         global_batch=2)).stages]  # fmt: skip
+    assert held[0] == held[1] == pytest.approx([3 * one[0], 2 * one[1], one[2]])
+
+
+def test_the_stage_that_others_wait_for_is_the_longest_of_its_group() -> None:
+    """Group 0 has stages of 3 and 9 ops, group 1 of 3 and 5."""
+    cuts = [(0, 3), (3, 6), (6, 15), (15, 20)]
+    plan = plan_of(*(Stage(*ops, ((at % 2,),)) for at, ops in enumerate(cuts)), schedule="interleaved")
+    assert estimated(plan).bottleneck == 2
+
+
+def test_stages_that_update_by_themselves_step_and_keep_weights_for_every_micro_batch() -> None:
+    model, shape = gpt(), Shape.padded(2, 8)
+    plan = plan_of(*TWO_STAGES, schedule="pipedream")
+    found = estimated(plan, model)
+    assert [stage.work.backward_s for stage in found.stages] == [9 * BACKWARD_S + STEP_S, 11 * BACKWARD_S + STEP_S]
+    assert [stage.optimizer_s for stage in found.stages] == [0.0, 0.0]
+    for stage, (first, last), held in zip(found.stages, ((0, 9), (9, 20)), (2, 1), strict=True):
+        assert stage.memory == stage_memory(model, first, last, shape, in_flight=held, versions=held, precision="fp32", device="a100-40gb")
+    device = DEVICES["a100-40gb"]
+    for schedule, held in (("pipedream", 2), ("1f1b", 1)):
+        asked = Estimator(model, cluster(), Plain()).states(replace(plan, schedule=schedule), [0], 2, 4, device)
+        assert asked == stage_memory(model, 0, 9, shape, in_flight=held, versions=held, precision="fp32", device="a100-40gb")
+
+
+def test_what_a_window_hides_is_no_arithmetic_that_the_model_needs() -> None:
+    """Of the triangle of pairs, 8 · 8 / 2, a window of four leaves out 4 · 4 / 2."""
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "seq_length": 8, "vocab": 64, "dtype": "fp32"}
+    whole, narrow = (model_from_mapping({"family": "llama", **sizes, "window": window}, "test", "tiny") for window in (0, 4))
+    plan = plan_of(Stage(0, whole.num_ops, ((0,),)))
+    needed = [estimated(plan, model).mfu * estimated(plan, model).time_s for model in (whole, narrow)]
+    attention = sum(place.op.needed_flops.at(Shape.padded(1, 8)) for place in whole.ops if place.op.kind == "attention")
+    at_peak_s = attention * 8 / DEVICES["a100-40gb"].peak_flops_per_s("fp32")
+    assert needed[0] - needed[1] == pytest.approx(at_peak_s / 4)
 
 
 def test_messages_that_the_clock_hides_take_nothing_of_an_iteration() -> None:
@@ -388,6 +475,7 @@ def test_prediction_is_written_with_the_plan() -> None:
     assert done.predicted is not None and done.predicted.time_s == found.time_s and done.costs == "roofline"
     assert [memory.total_bytes for memory in done.predicted.memory] == [pytest.approx(s.memory.total_bytes, abs=9) for s in found.stages]
     assert plan_from_dict(plan_to_dict(done), "test") == done
+    assert with_prediction(plan, replace(found, source="measured")).costs == "measured"
 
 
 def test_a_profile_is_used_and_what_it_lacks_is_said() -> None:
