@@ -16,7 +16,7 @@ from oracles.kept import kept_bytes
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, resolve_cluster
 from penstock.costs.collectives import collective_s
-from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, stage_memory
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, activation_timeline, stage_memory
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.costs.table import CostTable
@@ -31,8 +31,10 @@ from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
 from penstock.search import Request
 from penstock.search.uniform import plans_of_grid
 from penstock.timing.estimate import Estimator, estimate
+from penstock.timing.execution import execute
 from penstock.timing.iteration_estimate import Estimate, with_prediction
 from penstock.timing.pipeline import dp_shares, micro_batches, share_rows, share_shape
+from penstock.timing.planned import planned_pipeline
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 FORWARD_S, BACKWARD_S, STEP_S, BANDWIDTH = 1.0, 2.0, 0.5, 1000.0
@@ -330,6 +332,23 @@ def test_ranks_with_equal_weights_divide_step_and_state(zero: int, share: int, l
     assert stage.memory.moments_bytes == pytest.approx(8 * model.num_parameters / share)
 
 
+def test_frozen_weights_have_neither_gradients_nor_steps() -> None:
+    """Both layers are frozen, what is before and behind them is not."""
+    model = gpt()
+    runs = [
+        (replace(block, ops=tuple(replace(op, trainable=copies == 1) for op in block.ops)) if copies > 1 else block, copies)
+        for block, copies in model.runs
+    ]
+    frozen, trained = replace(model, runs=tuple(runs)), [*range(1), *range(17, 20)]
+    count = sum(frozen.ops[at].op.parameters.at(Shape(1)) for at in trained)
+    assert 0 < count < model.num_parameters
+    [stage] = estimate(plan_of(Stage(0, 20, ((0,), (1,))), num_replicas=2), frozen, cluster(), Counted()).stages
+    assert stage.optimizer_s == pytest.approx(count)
+    assert stage.sync_s == pytest.approx(collective_s("all_reduce", 4 * count, cluster(), (0, 1)))
+    with_weights = sum(bool(frozen.ops[at].op.parameters.at(Shape(1))) for at in trained)
+    assert stage.work.weight_s == pytest.approx(with_weights * BACKWARD_S / 2)
+
+
 def test_what_divides_nothing_is_not_told_as_divided() -> None:
     halves = Stage(0, 20, ((0, 1),), Degrees(1, 2), zero=1, sequence_parallel=True)
     alone = replace(halves, devices=((0,),), degrees=Degrees())
@@ -458,6 +477,47 @@ def test_slow_ranks_get_smaller_parts() -> None:
     assert micro_batches(replicas) == (1, (8, 4))
     assert dp_shares(divided, 0, 2) == (1.0, 0.5) and share_rows(divided, 6, 0, 2) == (4, 2)
     assert share_shape(divided, 6, 2) == Shape.packed([128] * 4)  # the larger part, which memory has to hold
+
+
+@pytest.mark.parametrize(("factor", "counts"), [(1.0, (2, 2)), (2.0, (1, 3)), (9.0, (1, 3))])
+def test_a_replica_with_a_slow_rank_runs_fewer_micro_batches(factor: float, counts: tuple[int, int]) -> None:
+    """Four of one sample: one at half the pace and three at the whole take three, two and two would take four."""
+    batching = MicroBatching("padded", "dynamic", 1, slower=((0, (factor,) * 3),))
+    plan = replace(plan_of(Stage(0, 20, ((0,), (1,))), global_batch=4, num_replicas=2), micro_batching=batching)
+    assert micro_batches(plan) == (1, counts)
+
+
+def test_a_group_of_ranks_is_as_slow_as_its_slowest_and_none_is_without_work() -> None:
+    """Ranks 0 and 1 divide ops, as do 2 and 3; rank 0 takes ten times as long."""
+    batching = MicroBatching("padded", "fixed", 2, slower=((0, (10.0, 10.0, 10.0)),))
+    plan = replace(plan_of(Stage(0, 20, ((0, 1, 2, 3),), Degrees(2, 2))), micro_batching=batching)
+    assert dp_shares(plan, 0, 2) == pytest.approx((0.1, 1.0))
+    assert share_rows(plan, 2, 0, 2) == (1, 2)  # none of two rows: one is counted still
+
+
+def test_messages_take_turns_on_a_link() -> None:
+    """They take 20 seconds over this network, a forward pass nine."""
+    on = cluster(1, num_nodes=2)
+    pipeline = planned_pipeline(plan_of(*TWO_STAGES), gpt(), on, Plain())
+    found = execute(pipeline.schedule, pipeline.workload)
+    assert 10 * MESSAGE_S > 9 * FORWARD_S and found.transfer_end_s[0, 0, 0] == pytest.approx(9 * FORWARD_S + 10 * MESSAGE_S)
+    assert (found.transfer_start_s[0, 0, 1:] >= found.transfer_end_s[0, 0, :-1]).all()
+
+
+def test_a_workload_has_what_each_part_of_a_stage_sends_and_holds() -> None:
+    """One row on each of two ranks up to op 8, which both divide: gradients of two rows come back to each."""
+    model, on = gpt(), cluster()
+    plan = plan_of(Stage(0, 9, ((1, 2),), Degrees(1, 2), (OpRun(8, 9, 2, 1),)), Stage(9, 20, ((0,),)))
+    work = planned_pipeline(plan, model, on, Plain()).workload
+    assert work.transfers_s[:, 0, 0] == pytest.approx([MESSAGE_S, 2 * MESSAGE_S])
+    parts = [activation_timeline(model, *ops, Shape.padded(rows, 8), tp).held_bytes for ops, rows, tp in (((0, 8), 1, 1), ((8, 9), 2, 2))]
+    assert work.stored_bytes[0] == pytest.approx([sum(parts)] * 4) and min(parts) > 0
+
+
+def test_a_sample_more_than_replicas_can_share_is_somebodys() -> None:
+    batching = MicroBatching("padded", "dynamic", max_tokens=800)
+    plan = replace(plan_of(Stage(0, 20, ((0,), (1,))), global_batch=5, num_replicas=2), micro_batching=batching)
+    assert micro_batches(plan) == (3, (1, 1))
 
 
 def test_shapes() -> None:

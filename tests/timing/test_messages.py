@@ -127,6 +127,13 @@ def test_a_tied_weight_is_summed_at_its_share_of_the_network(
     assert found == [pytest.approx(TIED_BYTES / bandwidth)] * 2
 
 
+def test_the_larger_part_of_a_tied_weight_is_summed_in_the_dtype_of_gradients() -> None:
+    """One end holds halves of the table, the other all of it; weights in bf16 have gradients in fp32."""
+    plan = plan_of(Stage(0, 9, ((0, 1),), Degrees(2, 1)), Stage(9, 20, ((2,),)))
+    mixed = replace(plan, precision="bf16", gradients="fp32")
+    assert [tied_s(gpt(tied=True), nodes(2), one) for one in (plan, mixed)] == [[pytest.approx(TIED_BYTES / (NETWORK / 2))] * 2] * 2
+
+
 def test_a_rank_serves_those_of_a_wider_stage_one_after_the_other() -> None:
     """One rank sends half of the samples to each of two, and gets the gradients of both: the whole carry at its own link's pace."""
     wider = plan_of(Stage(0, 9, ((0,),)), Stage(9, 20, ((1, 2),), Degrees(1, 2)))
