@@ -2074,6 +2074,8 @@ _COUNTED_BY_HAND = (
          "(stage.degrees.dp,)):\n            if", "dp 2 of one sample", "plans/test_validity.py", pick="rule"),
     _bug("targets are as long as a model allows", "plans/precision.py", "min(model.dec_length, MAX_USUAL_LENGTH)", "model.dec_length",
          "memory for what nobody has", "plans/test_precision.py", pick="usual"),
+    _bug("stages that update by themselves take any batches", "plans/capabilities.py", 'if plan.micro_batching.policy != "fixed":',
+         "if False:", "a run fails where check said nothing", "plans/test_capabilities.py", pick="share_nothing"),
     _bug("a sample may have a position more than there are", "plans/batch_rules.py", "if plan.seq_length > positions:",
          "if plan.seq_length > positions + 1:", "off by one: an embedding is read beyond its end", "plans/test_validity.py",
          pick="positions"),
