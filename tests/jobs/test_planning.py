@@ -80,11 +80,11 @@ def test_a_search_is_asked_for_what_was_asked(monkeypatch: pytest.MonkeyPatch) -
     asked: list[Any] = []
     monkeypatch.setattr(planning, "search_for_lengths", lambda request, samples, **more: asked.append((request, more)) or ())
     monkeypatch.setenv("WORLD_SIZE", "2")
-    question = replace(QUESTION, cluster="2xa100-40gb", precision="fp32", memory_limit_gb=2.0, time_budget_s=3.0)
+    question = replace(QUESTION, cluster="2xa100-40gb", precision="bf16", memory_limit_gb=2.0, time_budget_s=3.0)
     with pytest.raises(InfeasibleError, match="all 2 processes"):
         planning._searched(question, [SampleLengths(0, 10)], lambda text: None)
     ((request, more),) = asked
-    assert (request.memory_limit_bytes, request.model.dtype, more["time_budget_s"]) == (2e9, "fp32", 3.0)
+    assert (request.memory_limit_bytes, request.model.dtype, more["time_budget_s"]) == (2e9, "bf16", 3.0)
     assert (request.frame.global_batch, request.frame.seq_length, request.cluster.num_devices) == (8, 64, 2)
 
 
