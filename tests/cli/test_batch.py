@@ -58,6 +58,12 @@ def test_wrong_input_is_refused(lengths: Path, tmp_path: Path, capsys: pytest.Ca
     long.write_text("length\n900000\n20\n")
     assert run(["batch", "--lengths", str(long), "--plan", str(PLAN)]) == 3
     assert "sample 0 (900000 tokens) does not fit" in capsys.readouterr().err
+    for choice, counts in (("drop", (1, 0)), ("truncate", (0, 1))):
+        asked = ["batch", "--lengths", str(long), "--plan", str(PLAN), "--too-long", choice, "--budget-steps", "0", "--baselines", "--json"]
+        assert run(asked) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["dropped"], told["truncated"]) == counts
+        assert {one["num_tokens"] for one in told["baselines"]} == {told["num_tokens"]}
     assert run(["batch", "--lengths", str(long), "--plan", str(PLAN), "--too-long", "drop", "--budget-steps", "0"]) == 0
     assert "sample 0 of 900,000 tokens was dropped" in capsys.readouterr().out
 

@@ -37,6 +37,22 @@ def test_a_word_narrows_it_down(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("what", "word", "texts"),
+    [
+        ("clusters", "p4d.", ["8 × a100-40gb", "nvlink3", "400 Gbit/s", "$32.77", "2025-01", "Amazon EC2 on-demand list"]),
+        ("devices", "h200", ["140.4 GiB", "4,800 GB/s", "989 ", "67 ", "nvlink4"]),
+        ("devices", "t4", ["15.0 GiB", "320 GB/s", "65 ", "8.1 "]),
+        ("models", "t5-tiny", ["t5", "64 + 32", "fp32"]),
+        ("schedules", "gpipe", ["no"]),
+    ],
+)
+def test_figures_have_the_units_that_vendors_print(what: str, word: str, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["list", what, word, "--verbose"]) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in texts), shown
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["modles"], "there is no list of 'modles'. Did you mean 'models'"),

@@ -6,18 +6,22 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from command_lines import with_last_values
 from searched_once import searched_once
 
+from penstock.batching.ways import BatchWays
+from penstock.cli.batch_options import ways_of
 from penstock.cli.console import format_share, format_time
 from penstock.cli.main import run
 from penstock.costs.roofline import Roofline
+from penstock.errors import InputError
 from penstock.plans.references import cluster_of, model_of
 from penstock.plans.schema import read_plan
-from penstock.search import short_name
+from penstock.search import Request, short_name
 from penstock.timing.estimate import estimate
 
 REQUEST = ("search", "--model", "gpt-350m", "--cluster", "4xa100-40gb", "--global-batch", "32", "--micro-batches", "1,2,4")
@@ -97,6 +101,28 @@ def test_json_is_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     told = json.loads(capsys.readouterr().out)
     assert len(told["plans"]) == 2 and told["plans"][0]["time_s"] <= told["plans"][1]["time_s"] and told["out"] == str(path)
     assert read_plan(path).predicted.time_s == told["plans"][0]["time_s"]  # type: ignore[union-attr]
+
+
+def test_every_option_reaches_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes are 10⁹ bytes."""
+    asked: list[Any] = []
+
+    def stopped(*values: Any, **named: Any) -> None:
+        asked.append((values, named))
+        raise InputError("enough")
+
+    chosen = ["search", "--model", "gpt-tiny", "--cluster", "2xcpu", "--global-batch", "8", "--costs", "roofline", "--seq-length", "64"]
+    chosen += ["--micro-batches", "1,2", "--schedules", "1f1b", "--precision", "fp32", "--gradients", "fp32", "--memory-limit", "3"]
+    chosen += ["--top", "4", "--time-budget", "9", "--max-hops", "2"]
+    monkeypatch.setattr("penstock.search.search", stopped)
+    assert run(chosen) == 2
+    (((request,), named),) = asked
+    assert (named["top"], named["time_budget_s"], named["max_hops"]) == (4, 9.0, 2)
+    assert (request.memory_limit_bytes, request.frame.gradients, request.frame.seq_length) == (3e9, "fp32", 64)
+    monkeypatch.setattr(Request, "of", stopped)
+    assert run(chosen) == 2
+    assert asked[1][0] == ("gpt-tiny", "2xcpu", 8, "roofline", 64, [1, 2], 3e9, ["1f1b"], "fp32", "fp32")
+    assert ways_of("", "", "", "", 3.0).memory_limit_bytes == 3e9 and ways_of("", "", "", "", None) == BatchWays()
 
 
 def test_prices_and_shipped_profiles(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 from hypothesis import given, settings
@@ -39,6 +39,22 @@ def test_ranks_are_numbered_node_by_node() -> None:
     assert [MIXED.ranks_of(node) for node in (0, 1, 2, 4, 5)] == [range(8), range(8, 16), range(16, 20), range(24, 28), range(28, 29)]
     assert MIXED.node_of(28).name == "g5.xlarge" and MIXED.device_id(17) == 1
     assert [node.num_devices for node in MIXED.nodes] == [8, 8, 4, 4, 4, 1]
+
+
+def test_of_equally_fast_links_the_one_with_the_longer_delay_is_slower() -> None:
+    near, far = Link("near", 1e9, 1e-6), Link("far", 1e9, 5e-6)
+    assert slowest((near, far)) == slowest((far, near)) == far
+
+
+def test_a_device_alone_is_the_same_accelerator_and_works_alone() -> None:
+    """The third rank of this node is its accelerator 5."""
+    node = dataclasses.replace(NODES[2], device_ids=(7, 6, 5, 4))
+    cluster = Cluster("odd", (NodeRun(NODES[1]), NodeRun(node)))
+    assert [cluster.device_id(rank) for rank in (3, 8, 10)] == [3, 7, 5]
+    one = cluster.one_of(10)
+    assert (one.num_devices, one.device_id(0), one.device(0)) == (1, 5, node.device)
+    assert cluster.one_of(3).device_id(0) == 0
+    assert (cluster.num_at_work, dataclasses.replace(cluster, at_work=3).num_at_work, one.num_at_work) == (12, 3, 1)
 
 
 def test_links_between_mixed_nodes() -> None:
@@ -102,6 +118,17 @@ def test_slowest_link_equals_brute_force(cluster: Cluster, data: st.DataObject) 
     ranks = data.draw(st.lists(st.integers(0, cluster.num_devices - 1), max_size=12, unique=True))
     if len(ranks) > 1:
         assert cluster.slowest_link(ranks) == slowest(cluster.link(a, b) for a, b in combinations(ranks, 2))
+
+
+@settings(deadline=None)
+@given(clusters())
+def test_pairs_that_are_alike_have_one_link(cluster: Cluster) -> None:
+    """What one of them takes stands for all of them, also while they share a network."""
+    met: dict[tuple[int, ...], tuple[object, ...]] = {}
+    for a, b in product(range(cluster.num_devices), repeat=2):
+        rates = [cluster.flow_bandwidth_bytes_per_s(a, b, flows) for flows in (1, 8, 9)]
+        found = (a == b, cluster.link(a, b), *rates)
+        assert met.setdefault(cluster.link_likeness(a, b), found) == found
 
 
 @settings(deadline=None)

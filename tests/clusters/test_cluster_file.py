@@ -48,6 +48,22 @@ def test_a_file_with_everything(tmp_path: Path) -> None:
     assert cluster_from_dict(cluster_to_dict(cluster)) == cluster
 
 
+def test_every_figure_of_a_device_of_ones_own_is_taken() -> None:
+    rates = {"fp32": 20, "tf32": 30, "fp16": 40, "bf16": 50, "fp8": 60}
+    own = {"name": "npu", "memory_gb": 64, "memory_bandwidth_gb_per_s": 1600, **{f"{dtype}_tflops": rate for dtype, rate in rates.items()}}
+    device = parse_cluster({"devices": [own], "nodes": [{"device": "NPU", "gpus": 1, "memory_limit_gb": 64}]}, "file", "name").device(0)
+    assert (device.memory_bytes, device.memory_bandwidth_bytes_per_s) == (64e9, 1600e9)
+    assert {dtype: getattr(device, f"{dtype}_flops_per_s") / 1e12 for dtype in rates} == rates
+    assert (device.intra.kind, device.inter.kind) == ("pcie4", "ethernet-100g")
+
+
+def test_a_link_to_a_node_leaves_links_inside_that_node_alone() -> None:
+    """Even if its other end is a rank of the node itself."""
+    nodes = [{"instance": "p4d.24xlarge", "count": 2}]
+    cluster = parse_cluster({"nodes": nodes, "links": [{"between": ["node:0-1", 1], "bandwidth_gb_per_s": 1}]}, "file", "name")
+    assert [cluster.link(*pair).bandwidth_bytes_per_s for pair in ((0, 1), (1, 8), (9, 1), (0, 8))] == [300e9, 1e9, 1e9, 50e9]
+
+
 def test_numbers_with_an_exponent_and_names_that_were_words_once(tmp_path: Path) -> None:
     text = "nodes: [{name: no, device: a100-40gb, gpus: 1, memory_limit_gb: 3e1}, {name: on, device: a100-40gb, gpus: 1}]\n"
     cluster = resolve_cluster(_write(tmp_path, text + "links: [{between: [no, on], bandwidth_gb_per_s: 1e1}]\n"))

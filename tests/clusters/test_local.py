@@ -6,7 +6,7 @@ import pytest
 
 from penstock.clusters import local, resolve_cluster
 from penstock.clusters.local import cpu_cluster, gpu_cluster, match_device, parse_meminfo
-from penstock.clusters.topology import Gpu, order_by_link, parse_gpus, parse_topology, visible_gpus
+from penstock.clusters.topology import Gpu, order_by_link, pair_link, parse_gpus, parse_topology, visible_gpus
 
 
 def _query(name: str, memory_mib: int, count: int, generation: str = "4") -> str:
@@ -88,9 +88,24 @@ def test_ranks_follow_the_topology() -> None:
     assert cluster.link(1, 2).kind == "pcie-sys" and cluster.link(1, 2).bandwidth_bytes_per_s == 16e9
 
 
+def test_lanes_of_nvlink_are_as_wide_as_their_generation_is() -> None:
+    """Eighteen of 25 GB/s are an H100's 450, eighteen of 50 a B200's 900."""
+    rates = {name: pair_link(name, 64e9, "NV18") for name in ("h100-80gb", "b200")}
+    assert {name: link and link.bandwidth_bytes_per_s for name, link in rates.items()} == {"h100-80gb": 450e9, "b200": 900e9}
+
+
 def test_one_device_needs_no_topology() -> None:
     cluster = gpu_cluster(parse_gpus(_query("NVIDIA H200", 143771, 1)), {})
     assert (cluster.num_devices, cluster.device(0).name, cluster.overrides) == (1, "h200-141gb", ())
+
+
+def test_unequal_cards_of_a_kind_have_what_all_of_them_have() -> None:
+    """Of two cards one has less memory, and the other hangs on half as many lanes."""
+    less, narrow = "0, GPU-a, 24000, 4, 16, NVIDIA GeForce RTX 3090\n", "1, GPU-b, 24576, 4, 8, NVIDIA GeForce RTX 3090\n"
+    for text in (less + narrow, narrow.replace("1,", "0,", 1) + less.replace("0,", "1,", 1)):
+        cluster = gpu_cluster(parse_gpus(text), {pair: "PIX" for pair in ((0, 1), (1, 0))})
+        assert (cluster.num_devices, cluster.device(1).memory_bytes) == (2, 24000 * 2**20)
+        assert cluster.link(0, 1).bandwidth_bytes_per_s == 16e9
 
 
 def test_mixed_cards_become_a_node_each() -> None:
@@ -167,3 +182,12 @@ def test_local_with_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = resolve_cluster("local")
     assert [cluster.device_id(rank) for rank in range(8)] == [0, 3, 2, 1, 5, 6, 7, 4]
     assert all(cluster.link(rank, rank + 1).kind == "nv2" for rank in range(7))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,4")
+    assert resolve_cluster("local").num_devices == 2
+
+
+def test_the_processor_has_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of Slurm, or a container, has fewer than the machine."""
+    monkeypatch.setattr(local, "_output", lambda *command: "")
+    monkeypatch.setattr(local.os, "sched_getaffinity", lambda process: {2, 3, 7})
+    assert resolve_cluster("local").device(0).fp32_flops_per_s == pytest.approx(3 * 50e9)

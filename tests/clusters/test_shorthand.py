@@ -61,6 +61,12 @@ def test_a_file_is_read_whatever_its_name(tmp_path: Path, monkeypatch: pytest.Mo
     assert resolve_cluster("mine").describe() == "1 × g5.xlarge (1 × a10g)"
 
 
+@pytest.mark.parametrize("name", ["mine.yaml", "mine.yml", "MINE.YML"])
+def test_a_file_that_is_missing_is_told_as_a_file(name: str) -> None:
+    with pytest.raises(InputError, match=f"cluster file '{name}'"):
+        resolve_cluster(name)
+
+
 def test_device_shorthands_have_no_price() -> None:
     assert resolve_cluster("8xt4+1xg5.xlarge").price_usd_per_h is None
     assert resolve_cluster("2xp4d.24xlarge+6xg5.24xlarge").price_usd_per_h == pytest.approx(2 * 32.7726 + 6 * 8.144)

@@ -153,6 +153,16 @@ def test_torchrun_ends_all_when_one_fails(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+def test_a_lost_node_ends_no_supervised_run(tmp_path: Path) -> None:
+    script = check_syntax(torchrun_script(*CASES["nodes"], COMMAND, supervised=True), tmp_path)
+    over = tmp_path / "over"
+    over.write_text("#!/usr/bin/env bash\n[[ $1 == good ]]\n")
+    over.chmod(0o755)
+    environment = {**os.environ, "REMOTE_SHELL": str(over), "HOME": str(tmp_path)}
+    for hosts, status in (("bad good", 0), ("good bad", 0), ("bad worse", 1)):
+        assert subprocess.run(["bash", str(script)], env={**environment, "HOSTS": hosts}, timeout=60).returncode == status
+
+
 TINY = """
 import json, os, sys
 found = [os.environ[name] for name in ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_PORT")]
@@ -190,6 +200,8 @@ def test_slurm_asks_for_the_nodes_and_starts_them(name: str, tmp_path: Path, pyt
     head = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     components = "\n".join(head).split("#SBATCH hetjob")
     assert sum(int(part.partition("--nodes=")[2].split()[0]) for part in components) == len(PROCESSES[name])
+    for part in components:  # one agent on a node, which has it for itself
+        assert part.split().count("--ntasks-per-node=1") == part.split().count("--exclusive") == 1
     assert ("--gres=gpu:4" in text) == (name == "one") and ("gres" in text) == (name != "cpu")
     if name in ("mixed", "some"):
         assert len(components) == 2
@@ -234,6 +246,10 @@ def test_kubernetes_objects_fit_together(name: str, tmp_path: Path, python: Path
         pod = job["spec"]["template"]
         assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
         assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["completions"] == job["spec"]["parallelism"]
+        assert job["spec"]["backoffLimit"] == 0  # a pod that starts again finds nobody: the others have ended
+        (apart,) = pod["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert apart["topologyKey"] == "kubernetes.io/hostname"
+        assert apart["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
         assert pod["spec"]["subdomain"] == service["metadata"]["name"] and pod["spec"]["restartPolicy"] == "Never"
         (container,) = pod["spec"]["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}

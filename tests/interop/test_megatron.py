@@ -134,6 +134,7 @@ def test_bert_and_t5_come_with_a_note() -> None:
     t5 = uniform_plan("t5-770m", "2xa100-40gb", tp=2, global_batch=8, micro_batch=1)
     found = options(t5)
     assert found["--encoder-num-layers"] == found["--decoder-num-layers"] == "24" and found["--kv-channels"] == "64"
+    assert (found["--relative-attention-num-buckets"], found["--relative-attention-max-distance"]) == ("32", "128")
     assert found["--encoder-seq-length"] == "2048" and found["--decoder-seq-length"] == "512"
 
 
@@ -301,6 +302,10 @@ def test_other_switches() -> None:
     qwen = {"base": "llama-tiny", "qkv_bias": True, "qk_norm": True, "head_width": 32}
     found = options(replace(uniform_plan("llama-tiny", "1xa100-40gb", global_batch=16, micro_batch=2), model=qwen))
     assert {"--add-qkv-bias", "--qk-layernorm"} <= set(found) and found["--kv-channels"] == "32"
+    for field, flag, other in (("qkv_bias", "--add-qkv-bias", "--qk-layernorm"), ("qk_norm", "--qk-layernorm", "--add-qkv-bias")):
+        one = {"base": "llama-tiny", field: True}
+        found = options(replace(uniform_plan("llama-tiny", "1xa100-40gb", global_batch=16, micro_batch=2), model=one))
+        assert flag in found and other not in found
     plain = {"base": "bert-tiny", "next_sentence": False}
     assert "--bert-no-binary-head" in options(replace(uniform_plan("bert-tiny", "1xa100-40gb", global_batch=8, micro_batch=2),
                                                       model=plain, stages=(Stage(0, 23, ((0,),)),)))  # fmt: skip

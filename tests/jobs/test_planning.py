@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock import find_plans
-from penstock.errors import InputError
+from penstock.batching.plan import SampleLengths
+from penstock.errors import InfeasibleError, InputError
 from penstock.jobs import planning
-from penstock.jobs.planning import batch_of, job_cluster, require_plan_of
+from penstock.jobs.planning import FoundPlan, FoundPlans, PlanQuestion, batch_of, job_cluster, plans_for, require_plan_of
 from penstock.models.catalog import resolve_model
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
@@ -35,6 +37,55 @@ def test_the_best_plans_for_these_lengths_are_kept(
     assert find_plans("gpt-tiny", "2xcpu", data=rows, tokens_per_batch=600) == plans
     with pytest.raises(TypeError):
         find_plans("gpt-tiny", "2xcpu", data=rows[1:], tokens_per_batch=600)
+
+
+QUESTION = PlanQuestion(resolve_model("gpt-tiny"), "gpt-tiny", "2xcpu", "roofline", 8, 64)
+OTHERS: dict[str, dict[str, Any]] = {
+    "ops": {"model": resolve_model("llama-tiny")},
+    "sizes": {"model": replace(QUESTION.model, config={**QUESTION.model.config, "seq_length": 64})},
+    "source": {"source": "other"}, "cluster": {"cluster": "3xcpu"}, "costs": {"costs": "profile:h200-141gb"}, "batch": {"global_batch": 4},
+    "longest": {"longest": 32}, "precision": {"precision": "fp32"}, "memory": {"memory_limit_gb": 2.0}, "time": {"time_budget_s": 3.0},
+}  # fmt: skip
+
+
+def test_another_question_gets_an_answer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever decides a plan is part of the name under which it is kept."""
+    monkeypatch.setenv("PENSTOCK_CACHE", str(tmp_path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    asked: list[PlanQuestion] = []
+    found = FoundPlan(uniform_plan("gpt-tiny", "1xcpu", global_batch=8, micro_batch=8), 1.0, 2.0, 3.0, 0.5, 4.0, 5.0, 0.75)
+
+    def searched(question: PlanQuestion, *others: Any) -> FoundPlans:
+        asked.append(question)
+        return FoundPlans((found,), 2.5, 0.06)
+
+    monkeypatch.setattr(planning, "_searched", searched)
+    samples = [SampleLengths(number, 10) for number in range(3)]
+    for _ in range(2):
+        assert plans_for(QUESTION, samples) == FoundPlans((found,), 2.5, 0.06) and len(asked) == 1
+    for number, (name, other) in enumerate(OTHERS.items(), 2):
+        for _ in range(2):
+            plans_for(replace(QUESTION, **other), samples)
+            assert len(asked) == number, name
+    count = len(asked)
+    for other_samples in ([*samples[:2], SampleLengths(2, 11)], [*samples[:2], SampleLengths(2, 10, 1)], samples[:2]):
+        plans_for(QUESTION, other_samples)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    plans_for(QUESTION, samples)
+    assert len(asked) == count + 4
+
+
+def test_a_search_is_asked_for_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gigabytes are 10⁹ bytes."""
+    asked: list[Any] = []
+    monkeypatch.setattr(planning, "search_for_lengths", lambda request, samples, **more: asked.append((request, more)) or ())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    question = replace(QUESTION, cluster="2xa100-40gb", precision="bf16", memory_limit_gb=2.0, time_budget_s=3.0)
+    with pytest.raises(InfeasibleError, match="all 2 processes"):
+        planning._searched(question, [SampleLengths(0, 10)], lambda text: None)
+    ((request, more),) = asked
+    assert (request.memory_limit_bytes, request.model.dtype, more["time_budget_s"]) == (2e9, "bf16", 3.0)
+    assert (request.frame.global_batch, request.frame.seq_length, request.cluster.num_devices) == (8, 64, 2)
 
 
 def test_under_torchrun_every_process_gets_work(rows: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:

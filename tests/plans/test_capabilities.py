@@ -102,6 +102,8 @@ def test_stages_that_update_by_themselves_share_nothing(changes: dict[str, objec
     assert check_plan(plan) == []
     problems = unsupported(plan, model_of(plan))
     assert len(problems) == len(wanted) and all(text in problem for text, problem in zip(wanted, problems, strict=True))
+    dynamic = replace(plan, micro_batching=replace(plan.micro_batching, policy="dynamic"))
+    assert sum("micro-batches are dynamic" in problem for problem in unsupported(dynamic, model_of(plan))) == 1
 
 
 def test_a_shared_weight_is_cut_in_one_way_within_a_stage() -> None:

@@ -77,4 +77,6 @@ def test_lengths_are_usual_ones() -> None:
     assert length == 4096 and "131,072" in note and "4,096" in note
     assert chosen_lengths(llama, 131072) == (131072, 0, ())
     assert chosen_lengths(GPT, None) == (1024, 0, ())
+    t5 = dataclasses.replace(resolve_model("t5-base"), dec_length=100_000)
+    assert chosen_lengths(t5, None)[1] == chosen_lengths(t5, 256)[1] == 4096
     assert chosen_lengths(resolve_model("t5-base"), None)[:2] == (512, resolve_model("t5-base").dec_length)

@@ -52,6 +52,10 @@ BROKEN: dict[str, tuple[Plan, list[str]]] = {
     "runs overlap": (stage(GOOD, 0, runs=(OpRun(1, 9, 1, 1), OpRun(8, 9, 1, 1))), ["stages.0.runs", "8:9"]),
     "run product": (stage(GOOD, 0, runs=(OpRun(1, 9, 2, 1),)), ["stages.0.runs.0", "tp 2 × dp 1 = 2", "1 device"]),
     "run of fewer": (stage(WIDE, 0, runs=(OpRun(1, 9, 1, 1),)), ["stages.0.runs.0", "tp 1 × dp 1 = 1", "2 devices"]),
+    "run of no whole sample": (
+        stage(replace(WIDE, micro_batching=replace(WIDE.micro_batching, samples=1)), 0, runs=(OpRun(1, 9, 1, 2),)),
+        ["stages.0 splits a micro-batch over dp 2", "samples 1"],
+    ),
     "five patterns": (stage(GOOD, 0, recompute=((),) * 5), ["stages.0.recompute", "at most 4"]),
     "replicas": (replace(GOOD, num_replicas=4), ["stages.0.devices has 2 entries", "num_replicas is 4"]),
     "too few ranks": (stage(WIDE, 0, devices=((0,),)), ["stages.0.devices.0 has 1 rank (0)", "tp 2 × dp 1 needs 2"]),
@@ -209,6 +213,33 @@ def test_remarks() -> None:
     assert "not a multiple of 2" in remarks(replace(CHUNKS, global_batch=6), resolve_cluster("2xa100-40gb"))[0]
     assert remarks(GOOD, resolve_cluster("4xa100-40gb")) == []
     assert remarks(shared(GOOD, 7, 1), resolve_cluster("4xa100-40gb")) == [said[1]]
+
+
+def test_what_is_usual_is_not_remarked_on() -> None:
+    """Two ranks that divide samples share state; tensor-parallel pairs inside nodes are no slower for the other pair; micro-batches that
+    just fill a pipeline do."""
+    pairs = Stage(0, 36, ((7, 6, 8, 9),), Degrees(2, 2), zero=1)
+    plan = replace(BERT, model="gpt-tiny", cluster="16xa100-40gb", stages=(pairs,))
+    (idle,) = remarks(plan, resolve_cluster("16xa100-40gb"))
+    assert idle.startswith("12 of 16 devices are idle")
+    assert remarks(replace(GOOD, global_batch=8), resolve_cluster("4xa100-40gb")) == []
+
+
+def test_the_smallest_device_of_a_stage_is_what_its_memory_has_to_fit() -> None:
+    cluster = resolve_cluster("1xa100-40gb+1xt4")
+    memory = Predicted(1.0, "roofline", memory=(StageMemory(weights_bytes=20 * 10**9),))
+    plan = replace(BERT, cluster="1xa100-40gb+1xt4", stages=(replace(BERT.stages[0], devices=((0,), (1,))),), num_replicas=2)
+    assert remarks(plan, cluster) == []
+    (told,) = remarks(replace(plan, predicted=memory), cluster)
+    assert "20.0 GB on devices of 16.1 GB" in told
+
+
+def test_no_replica_is_without_a_sample() -> None:
+    """Where batches are cut one by one, nothing else says so."""
+    dynamic = replace(GOOD, micro_batching=MicroBatching("padded", "dynamic"))
+    assert check_plan(replace(dynamic, global_batch=2)) == []
+    (problem,) = check_plan(replace(dynamic, global_batch=1))
+    assert "there are 2 replicas. Give each at least one sample" in problem
 
 
 def test_micro_batches_of_each_replica() -> None:

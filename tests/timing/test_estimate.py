@@ -16,7 +16,7 @@ from oracles.kept import kept_bytes
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun, resolve_cluster
 from penstock.costs.collectives import collective_s
-from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, stage_memory
+from penstock.costs.memory import CUDA_CONTEXT_BYTES, NCCL_BYTES, activation_timeline, stage_memory
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.costs.table import CostTable
@@ -31,8 +31,10 @@ from penstock.plans.schema import plan_from_dict, plan_to_dict, read_plan
 from penstock.search import Request
 from penstock.search.uniform import plans_of_grid
 from penstock.timing.estimate import Estimator, estimate
+from penstock.timing.execution import execute
 from penstock.timing.iteration_estimate import Estimate, with_prediction
 from penstock.timing.pipeline import dp_shares, micro_batches, share_rows, share_shape
+from penstock.timing.planned import planned_pipeline
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "plans").glob("*.json"))
 FORWARD_S, BACKWARD_S, STEP_S, BANDWIDTH = 1.0, 2.0, 0.5, 1000.0
@@ -307,6 +309,110 @@ def test_the_last_device_to_be_done_ends_the_iteration() -> None:
     found = estimated(plan_of(*stages), gpt(tied=True))
     ends_s = [found.pipeline_s + stage.sync_s + stage.optimizer_s for stage in found.stages]
     assert found.time_s == pytest.approx(ends_s[0]) and ends_s[0] == ends_s[2] > 1.01 * ends_s[1]
+    assert dict(found.shares())["gradient sync"] == pytest.approx(found.stages[0].sync_s)
+
+
+class Counted(Plain):
+    """A step takes a second for each weight of a rank."""
+
+    def optimizer_s(
+        self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
+        gradients: str = "",
+    ) -> float:  # fmt: skip
+        return num_parameters
+
+
+@pytest.mark.parametrize(("zero", "share", "level"), [(0, 1, 0), (1, 4, 1)])
+def test_ranks_with_equal_weights_divide_step_and_state(zero: int, share: int, level: int) -> None:
+    """Two replicas of two ranks that divide samples: four hold the same weights."""
+    model = gpt()
+    plan = plan_of(Stage(0, 20, ((0, 1), (2, 3)), Degrees(1, 2), zero=zero), num_replicas=2)
+    [stage] = estimate(plan, model, cluster(), Counted()).stages
+    assert stage.optimizer_s == pytest.approx(model.num_parameters / share) and stage.zero == level
+    assert stage.memory.moments_bytes == pytest.approx(8 * model.num_parameters / share)
+
+
+def test_frozen_weights_have_neither_gradients_nor_steps() -> None:
+    """Both layers are frozen, what is before and behind them is not."""
+    model = gpt()
+    runs = [
+        (replace(block, ops=tuple(replace(op, trainable=copies == 1) for op in block.ops)) if copies > 1 else block, copies)
+        for block, copies in model.runs
+    ]
+    frozen, trained = replace(model, runs=tuple(runs)), [*range(1), *range(17, 20)]
+    count = sum(frozen.ops[at].op.parameters.at(Shape(1)) for at in trained)
+    assert 0 < count < model.num_parameters
+    [stage] = estimate(plan_of(Stage(0, 20, ((0,), (1,))), num_replicas=2), frozen, cluster(), Counted()).stages
+    assert stage.optimizer_s == pytest.approx(count)
+    assert stage.sync_s == pytest.approx(collective_s("all_reduce", 4 * count, cluster(), (0, 1)))
+    with_weights = sum(bool(frozen.ops[at].op.parameters.at(Shape(1))) for at in trained)
+    assert stage.work.weight_s == pytest.approx(with_weights * BACKWARD_S / 2)
+
+
+def test_what_divides_nothing_is_not_told_as_divided() -> None:
+    halves = Stage(0, 20, ((0, 1),), Degrees(1, 2), zero=1, sequence_parallel=True)
+    alone = replace(halves, devices=((0,),), degrees=Degrees())
+    told = [estimated(plan_of(stage)).stages[0] for stage in (halves, alone)]
+    assert [(one.zero, one.sequence_parallel) for one in told] == [(1, False), (0, False)]
+
+
+def test_a_stage_on_two_kinds_is_as_fast_as_the_slower() -> None:
+    """Also where its ops have degrees of their own."""
+    for runs in ((), (OpRun(9, 17, 2, 2),)):
+        plan = plan_of(Stage(0, 20, ((0, 1, 4, 5),), Degrees(1, 4), runs=runs), samples=4)
+        [stage] = estimate(plan, gpt(), two_kinds(), TwoSpeeds()).stages
+        assert (stage.work.forward_s, stage.device) == (pytest.approx(2 * 20 * FORWARD_S), "v100-32gb")
+
+
+def test_a_rank_that_gets_more_samples_decides() -> None:
+    """Rank 1 takes three times as long and gets one row of four; its costs are those of its kind, so that rank 0 with three is later."""
+    model, source = gpt(), Roofline(in_company=False)
+    plan = plan_of(Stage(0, 20, ((0, 1),), Degrees(1, 2)), samples=4)
+    slow = replace(plan, micro_batching=replace(plan.micro_batching, slower=((1, (3.0, 3.0, 3.0)),)))
+    alone = estimate(plan_of(Stage(0, 20, ((0,),)), samples=3, global_batch=3), model, cluster(), source)
+    assert estimate(slow, model, cluster(), source).stages[0].work == alone.stages[0].work
+
+
+def test_of_two_replicas_on_one_kind_the_busier_decides_memory() -> None:
+    stages = tuple(Stage(*ops, ((at,), (3 + at,))) for at, ops in enumerate([(0, 9), (9, 17), (17, 20)]))
+    plan = plan_of(*stages, num_replicas=2, global_batch=14)
+    held = [[stage.memory.activations_bytes for stage in estimated(shared_out(plan, *counts), on=cluster(6)).stages]
+            for counts in ((6, 1), (1, 6))]  # fmt: skip
+    one = [stage.memory.activations_bytes for stage in estimated(plan_of(*(replace(s, devices=s.devices[:1]) for s in stages),
+                                                                         global_batch=2)).stages]  # fmt: skip
+    assert held[0] == held[1] == pytest.approx([3 * one[0], 2 * one[1], one[2]])
+
+
+def test_the_stage_that_others_wait_for_is_the_longest_of_its_group() -> None:
+    """Group 0 has stages of 3 and 9 ops, group 1 of 3 and 5."""
+    cuts = [(0, 3), (3, 6), (6, 15), (15, 20)]
+    plan = plan_of(*(Stage(*ops, ((at % 2,),)) for at, ops in enumerate(cuts)), schedule="interleaved")
+    assert estimated(plan).bottleneck == 2
+
+
+def test_stages_that_update_by_themselves_step_and_keep_weights_for_every_micro_batch() -> None:
+    model, shape = gpt(), Shape.padded(2, 8)
+    plan = plan_of(*TWO_STAGES, schedule="pipedream")
+    found = estimated(plan, model)
+    assert [stage.work.backward_s for stage in found.stages] == [9 * BACKWARD_S + STEP_S, 11 * BACKWARD_S + STEP_S]
+    assert [stage.optimizer_s for stage in found.stages] == [0.0, 0.0]
+    for stage, (first, last), held in zip(found.stages, ((0, 9), (9, 20)), (2, 1), strict=True):
+        assert stage.memory == stage_memory(model, first, last, shape, in_flight=held, versions=held, precision="fp32", device="a100-40gb")
+    device = DEVICES["a100-40gb"]
+    for schedule, held in (("pipedream", 2), ("1f1b", 1)):
+        asked = Estimator(model, cluster(), Plain()).states(replace(plan, schedule=schedule), [0], 2, 4, device)
+        assert asked == stage_memory(model, 0, 9, shape, in_flight=held, versions=held, precision="fp32", device="a100-40gb")
+
+
+def test_what_a_window_hides_is_no_arithmetic_that_the_model_needs() -> None:
+    """Of the triangle of pairs, 8 · 8 / 2, a window of four leaves out 4 · 4 / 2."""
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 4, "ffn": 64, "seq_length": 8, "vocab": 64, "dtype": "fp32"}
+    whole, narrow = (model_from_mapping({"family": "llama", **sizes, "window": window}, "test", "tiny") for window in (0, 4))
+    plan = plan_of(Stage(0, whole.num_ops, ((0,),)))
+    needed = [estimated(plan, model).mfu * estimated(plan, model).time_s for model in (whole, narrow)]
+    attention = sum(place.op.needed_flops.at(Shape.padded(1, 8)) for place in whole.ops if place.op.kind == "attention")
+    at_peak_s = attention * 8 / DEVICES["a100-40gb"].peak_flops_per_s("fp32")
+    assert needed[0] - needed[1] == pytest.approx(at_peak_s / 4)
 
 
 def test_messages_that_the_clock_hides_take_nothing_of_an_iteration() -> None:
@@ -373,6 +479,47 @@ def test_slow_ranks_get_smaller_parts() -> None:
     assert share_shape(divided, 6, 2) == Shape.packed([128] * 4)  # the larger part, which memory has to hold
 
 
+@pytest.mark.parametrize(("factor", "counts"), [(1.0, (2, 2)), (2.0, (1, 3)), (9.0, (1, 3))])
+def test_a_replica_with_a_slow_rank_runs_fewer_micro_batches(factor: float, counts: tuple[int, int]) -> None:
+    """Four of one sample: one at half the pace and three at the whole take three, two and two would take four."""
+    batching = MicroBatching("padded", "dynamic", 1, slower=((0, (factor,) * 3),))
+    plan = replace(plan_of(Stage(0, 20, ((0,), (1,))), global_batch=4, num_replicas=2), micro_batching=batching)
+    assert micro_batches(plan) == (1, counts)
+
+
+def test_a_group_of_ranks_is_as_slow_as_its_slowest_and_none_is_without_work() -> None:
+    """Ranks 0 and 1 divide ops, as do 2 and 3; rank 0 takes ten times as long."""
+    batching = MicroBatching("padded", "fixed", 2, slower=((0, (10.0, 10.0, 10.0)),))
+    plan = replace(plan_of(Stage(0, 20, ((0, 1, 2, 3),), Degrees(2, 2))), micro_batching=batching)
+    assert dp_shares(plan, 0, 2) == pytest.approx((0.1, 1.0))
+    assert share_rows(plan, 2, 0, 2) == (1, 2)  # none of two rows: one is counted still
+
+
+def test_messages_take_turns_on_a_link() -> None:
+    """They take 20 seconds over this network, a forward pass nine."""
+    on = cluster(1, num_nodes=2)
+    pipeline = planned_pipeline(plan_of(*TWO_STAGES), gpt(), on, Plain())
+    found = execute(pipeline.schedule, pipeline.workload)
+    assert 10 * MESSAGE_S > 9 * FORWARD_S and found.transfer_end_s[0, 0, 0] == pytest.approx(9 * FORWARD_S + 10 * MESSAGE_S)
+    assert (found.transfer_start_s[0, 0, 1:] >= found.transfer_end_s[0, 0, :-1]).all()
+
+
+def test_a_workload_has_what_each_part_of_a_stage_sends_and_holds() -> None:
+    """One row on each of two ranks up to op 8, which both divide: gradients of two rows come back to each."""
+    model, on = gpt(), cluster()
+    plan = plan_of(Stage(0, 9, ((1, 2),), Degrees(1, 2), (OpRun(8, 9, 2, 1),)), Stage(9, 20, ((0,),)))
+    work = planned_pipeline(plan, model, on, Plain()).workload
+    assert work.transfers_s[:, 0, 0] == pytest.approx([MESSAGE_S, 2 * MESSAGE_S])
+    parts = [activation_timeline(model, *ops, Shape.padded(rows, 8), tp).held_bytes for ops, rows, tp in (((0, 8), 1, 1), ((8, 9), 2, 2))]
+    assert work.stored_bytes[0] == pytest.approx([sum(parts)] * 4) and min(parts) > 0
+
+
+def test_a_sample_more_than_replicas_can_share_is_somebodys() -> None:
+    batching = MicroBatching("padded", "dynamic", max_tokens=800)
+    plan = replace(plan_of(Stage(0, 20, ((0,), (1,))), global_batch=5, num_replicas=2), micro_batching=batching)
+    assert micro_batches(plan) == (3, (1, 1))
+
+
 def test_shapes() -> None:
     plan = plan_of(*TWO_STAGES, dec_length=4)
     assert share_shape(plan, 4, 2) == Shape.padded(2, 8, 4) and share_shape(plan, 3, 2) == Shape.padded(2, 8, 4)
@@ -388,6 +535,7 @@ def test_prediction_is_written_with_the_plan() -> None:
     assert done.predicted is not None and done.predicted.time_s == found.time_s and done.costs == "roofline"
     assert [memory.total_bytes for memory in done.predicted.memory] == [pytest.approx(s.memory.total_bytes, abs=9) for s in found.stages]
     assert plan_from_dict(plan_to_dict(done), "test") == done
+    assert with_prediction(plan, replace(found, source="measured")).costs == "measured"
 
 
 def test_a_profile_is_used_and_what_it_lacks_is_said() -> None:

@@ -130,6 +130,12 @@ def test_what_stays_on_a_device_is_not_sent() -> None:
     assert found.sending_s().tolist() == [2.0, 2.0]
 
 
+def test_a_device_sends_what_it_has_made() -> None:
+    """The first device an activation of three seconds, the second a gradient of one."""
+    found = execute(gpipe(2, 1), workload_of(np.ones((2, 2, 1)), np.array([[[3.0]], [[1.0]]])))
+    assert found.sending_s().tolist() == [3.0, 1.0]
+
+
 def test_blocking_sends_hold_the_sender() -> None:
     """0F1 starts once the activation of 0F0 has arrived; the last gradient holds stage 1."""
     found = execute(gpipe(2, 2), workload_of(np.ones((2, 2, 2)), np.full((2, 1, 2), 2.0), overlap=False))

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.clusters import DEVICES, Cluster, Link, Node, NodeRun
+from penstock.costs.collectives import group_of
 from penstock.models import Model, TensorSpec
 from penstock.models.catalog import model_from_mapping
 from penstock.plans.degrees import DegreeRun
 from penstock.plans.plan import Degrees, MicroBatching, OpRun, Plan, Stage
-from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, sync_s, tied_s
+from penstock.timing.messages import cut_times_s, gradient_sharing, reshard_s, sync_s, tied_s, tp_group_of
 
 INSIDE, NETWORK = 1000.0, 100.0
 CARRY_BYTES = 2 * 8 * 32 * 4
@@ -126,6 +127,13 @@ def test_a_tied_weight_is_summed_at_its_share_of_the_network(
     assert found == [pytest.approx(TIED_BYTES / bandwidth)] * 2
 
 
+def test_the_larger_part_of_a_tied_weight_is_summed_in_the_dtype_of_gradients() -> None:
+    """One end holds halves of the table, the other all of it; weights in bf16 have gradients in fp32."""
+    plan = plan_of(Stage(0, 9, ((0, 1),), Degrees(2, 1)), Stage(9, 20, ((2,),)))
+    mixed = replace(plan, precision="bf16", gradients="fp32")
+    assert [tied_s(gpt(tied=True), nodes(2), one) for one in (plan, mixed)] == [[pytest.approx(TIED_BYTES / (NETWORK / 2))] * 2] * 2
+
+
 def test_a_rank_serves_those_of_a_wider_stage_one_after_the_other() -> None:
     """One rank sends half of the samples to each of two, and gets the gradients of both: the whole carry at its own link's pace."""
     wider = plan_of(Stage(0, 9, ((0,),)), Stage(9, 20, ((1, 2),), Degrees(1, 2)))
@@ -161,6 +169,24 @@ def test_samples_are_gathered_where_dp_falls_and_their_gradients_where_it_rises(
     assert reshard_s(gpt(), nodes(1), plan, 2, (0, 1), wide, DegreeRun(9, 20, 1, 2)) == (0.0, 0.0)
 
 
+def test_the_same_place_of_each_narrower_group_gathers() -> None:
+    """Two pairs that divided samples become four that divide ops: the first ranks of the pairs, one on each node, exchange halves."""
+    plan = plan_of(Stage(0, 20, ((0, 1, 2, 3),), Degrees(4, 1)))
+    found = reshard_s(gpt(), nodes(2), plan, 2, (0, 1, 2, 3), DegreeRun(0, 9, 2, 2), DegreeRun(9, 20, 4, 1))
+    assert found == (pytest.approx(CARRY_BYTES / 2 / NETWORK), 0.0)
+
+
+def test_all_wait_for_the_pair_over_the_network() -> None:
+    """Of two pairs that each carry half of the samples, one crosses nodes."""
+    plan = plan_of(Stage(0, 9, ((0, 1),), Degrees(1, 2)), Stage(9, 20, ((2, 3),), Degrees(1, 2)))
+    assert cut_s(plan, nodes(2, 3)) == [pytest.approx((CARRY_BYTES / 2 / NETWORK,) * 2)]
+
+
+def test_the_tensor_parallel_group_over_the_network_is_the_slowest() -> None:
+    for ranks in ((0, 1, 2, 4), (2, 4, 0, 1)):
+        assert tp_group_of(nodes(3), ranks, 2) == group_of(nodes(3), (2, 4))
+
+
 def test_what_an_op_does_not_share_is_not_summed_with_it() -> None:
     """BERT's head has the embedding's table and a bias of its own."""
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "seq_length": 8, "vocab": 64, "dtype": "fp32"}
@@ -175,3 +201,21 @@ def test_new_weights_are_gathered_in_their_own_dtype() -> None:
     plan = replace(plan_of(stage), precision="bf16", gradients="fp32")
     found = sync_s(nodes(2), plan, stage, DegreeRun(0, 20, 1, 1), 1000, 1)
     assert found == pytest.approx((1000 * 4 / 2 + 1000 * 2 / 2) / NETWORK)
+
+
+def test_zero_2_sums_after_every_micro_batch() -> None:
+    """Two of two samples on each of two replicas: gradients go twice, the new weights once; ZeRO-3 gathers weights twice for each too."""
+    for zero, halves in ((2, 2 + 1), (3, 2 * 3)):
+        stage = Stage(0, 20, ((0,), (2,)), zero=zero)
+        found = sync_s(nodes(2), plan_of(stage), stage, DegreeRun(0, 20, 1, 1), 1000, 1)
+        assert found == pytest.approx(halves * 1000 * 4 / 2 / NETWORK)
+
+
+def test_a_table_that_a_stage_uses_twice_is_summed_once() -> None:
+    """T5's decoder and its head have the encoder's embedding."""
+    sizes = {"layers": 1, "hidden": 32, "heads": 4, "head_width": 8, "ffn": 64, "seq_length": 8, "dec_length": 8, "vocab": 64}
+    model = model_from_mapping({"family": "t5", "dtype": "fp32", **sizes}, "test", "tiny")
+    tied = [place.index for place in model.ops if place.op.tied_to]
+    assert len(tied) == 2
+    plan = plan_of(Stage(0, tied[0], ((0,),)), Stage(tied[0], model.num_ops, ((2,),)))
+    assert tied_s(model, nodes(2), plan) == [pytest.approx(TIED_BYTES / NETWORK)] * 2

@@ -125,7 +125,7 @@ def test_what_is_shown_is_what_the_simulator_says(more: dict[str, Any], count: i
     plan = gpt(global_batch=count, micro_batch=1, **more)
     pipeline, found = run(plan)
     shown = clocked(plan, pipeline.estimate)
-    assert shown.time_s == pytest.approx(found.makespan_s, rel=1e-12)
+    assert (shown.time_s, shown.pipeline_s) == pytest.approx((found.makespan_s, found.pipeline_s), rel=1e-12)
     assert sum(time_s for _, time_s in shown.shares()) == pytest.approx(shown.time_s)
     assert shown.tokens_per_s == pytest.approx(count * plan.seq_length / shown.time_s)
     assert clocked(plan, shown) == shown and shown.formula_s == pipeline.estimate.time_s
