@@ -39,6 +39,12 @@ def told_where(where: str, last: Callable[[], str]) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     except Exception as error:
+        if "nonzero" in str(error) or type(error).__name__ == "DynamicOutputShapeException":
+            raise InputError(
+                f"{where}: in or after '{last() or 'the start'}' shapes depend on values of tensors (`nonzero`, `torch.where(condition)`, "
+                "a mask as an index), so that nobody could plan for them. Let every expert see all tokens, each weighed by its share, or "
+                "use grouped products, as models of transformers do."
+            ) from error
         first_line = next(iter(str(error).splitlines()), "")
         raise InputError(
             f"{where}: stopped in or after '{last() or 'the start'}': {type(error).__name__}: {first_line} "
