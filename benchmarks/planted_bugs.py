@@ -778,6 +778,8 @@ _CUTTING = (
     _bug("a block that stands in a list again is another", "models/modules/cutting/units.py",
          "found.setdefault(id(part), (path, part))", "found[len(found)] = path, part",
          "modules that repeat a block end in a KeyError", "models/modules/cutting/test_skipping.py", pick="list_again"),
+    _bug("torch ties the weights of a trace", "models/modules/traced_pass.py", "weights, (), tie_weights=False)", "weights, ())",
+         "a block that stands in a list again is left with fake weights", "models/modules/test_trace.py", pick="list_again or keeps_its"),
     _bug("what is never called keeps its weights", "models/modules/cutting/skipping.py", "            self.units = called\n", "",
          "a ParameterList is not trained", "models/modules/cutting/test_skipping.py", pick="code_between"),
     _bug("weights of units are the units' alone", "models/modules/cutting/skipping.py",

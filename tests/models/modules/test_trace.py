@@ -218,6 +218,15 @@ def test_seven_billion_weights_are_never_there() -> None:
     assert [copies for _, copies in model.runs] == [1, 1, 32, 1, 1]
 
 
+def test_a_block_that_stands_in_a_list_again_keeps_its_weights() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    module = nn.ModuleDict({"blocks": nn.ModuleList([block] * 3)})
+    module.forward = lambda x: module["blocks"][2](module["blocks"][1](module["blocks"][0](x)))
+    before = module.state_dict()
+    trace_module(module, torch.zeros(2, 4), "again")
+    assert all(torch.equal(x, before[name]) and not isinstance(x, FakeTensor) for name, x in module.state_dict().items())
+
+
 class Chosen(nn.Linear):
     """Works on the rows that it chooses."""
 
