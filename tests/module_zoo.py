@@ -39,6 +39,19 @@ HF: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vit": ("ViTForImageClassification", "ViTConfig", {**_BERT, "image_size": 16, "patch_size": 8, "num_labels": 10}),
 }  # fmt: skip
 
+SEEN_OTHERWISE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "phimoe": ("PhimoeForCausalLM", "PhimoeConfig", {**_SMALL, "num_local_experts": 4, "sliding_window": 8}),
+    "llama4": ("Llama4ForCausalLM", "Llama4TextConfig", {
+        **_SMALL, "intermediate_size_mlp": 64, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8,
+        "no_rope_layer_interval": 2, "pad_token_id": 0}),
+    "doge": ("DogeForCausalLM", "DogeConfig", {**_SMALL, "keep_window_size": 4, "pad_token_id": 0}),
+    "glm-dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaConfig", {
+        **_SMALL, "num_key_value_heads": 4, "head_dim": 12, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "index_topk": 4,
+        "index_n_heads": 2, "index_head_dim": 8, "pad_token_id": 0}),
+}  # fmt: skip
+"""Models whose layers see less than all before them, each in a way of its own."""
+
 
 class LongSkips(nn.Module):
     """Two lists side by side, weights that the net itself uses, a skip over several blocks, a tied head, sums in place."""
@@ -83,7 +96,7 @@ def make(name: str, **changes: Any) -> nn.Module:
         return LongSkips()
     import transformers
 
-    kind, config, sizes = HF[name]
+    kind, config, sizes = (HF | SEEN_OTHERWISE)[name]
     made = getattr(transformers, config)(**{**sizes, **changes})
     made.use_cache = False
     return getattr(transformers, kind)(made).train()  # type: ignore[no-any-return]

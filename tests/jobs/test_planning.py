@@ -142,6 +142,13 @@ def test_a_module_that_only_this_process_has(rows: list[dict[str, Any]]) -> None
     longer = [*rows, [1] * 200]
     plan, again = (find_plans(model, "1xcpu", data=longer, tokens_per_batch=600)[0] for model in (make, make()))
     assert plan == again and str(plan.model).endswith(".json") and plan.seq_length == 199
+
+    class Pair(nn.Sequential):
+        def forward(self, ids: Any) -> Any:
+            return super().forward(ids), None
+
+    own_loss = find_plans(lambda: (Pair(*make()), None, lambda module, one: one.loss(module(one.ids)[0])), "1xcpu", data=longer)
+    assert own_loss[0].seq_length == 199
     with pytest.raises(InputError, match="model makes a int"):
         find_plans(lambda: 3, data=rows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -37,15 +37,26 @@ class Ending(callbacks.TrainerCallback):  # type: ignore[misc, name-defined]
         self.heard.append(("end", state.global_step))
 
 
+class Counting:
+    """Hears of steps alone, and may be given as a class, as transformers takes it."""
+
+    steps: ClassVar[list[int]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        self.steps.append(state.global_step)
+
+
 def test_a_callback_hears_and_ends_and_the_job_goes_on(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     ending = Ending(1)
     settings = {"train.lr": 1e-3, "plan.costs": "roofline"}
-    trainer = penstock.Trainer("gpt-tiny", rows, out=tmp_path / "run", steps=5, tokens_per_batch=600, callbacks=[ending], settings=settings)
+    own = {"callbacks": [ending, Counting], "settings": settings}
+    trainer = penstock.Trainer("gpt-tiny", rows, out=tmp_path / "run", steps=5, tokens_per_batch=600, **own)  # type: ignore[arg-type]
     assert "plan of gpt-tiny" in str(trainer.plan) and trainer.job.train.lr == 1e-3
     result = trainer.train()
     done = len(result.losses)
     assert 1 <= done < 5  # the step that ran when the end was asked for is finished too
     assert ending.heard == [("begin", 5), *(("step", step) for step in range(1, done + 1)), ("end", done)]
+    assert Counting.steps == [*range(1, done + 1)]
     assert ending.epochs == [step * trainer.plan.global_batch / len(rows) for step in range(1, done + 1)]
 
     job = job_from(read_job(tmp_path / "run" / "job.yaml"), {"train.steps": done + 1}, "the job")

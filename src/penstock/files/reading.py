@@ -50,7 +50,7 @@ def decoded_exactly(data: bytes, path: str | Path, what: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}).") from None
+        raise InputError(f"{what} '{path}' is not UTF-8 text (byte {error.start}). Save it as UTF-8 (iconv -f latin1 -t utf-8).") from None
 
 
 def readable_bytes(path: str | Path, what: str, max_bytes: int | None = None) -> bytes:

@@ -117,10 +117,12 @@ def _described(model: Any, tp_plan: Mapping[str, str] | None) -> str:
     from penstock.models.modules.cutting.origins import made_of
 
     made = model if isinstance(model, nn.Module) else model()
-    module, example = made[:2] if isinstance(made, tuple) else (made, None)
+    module, example, loss = (*made, None, None)[:3] if isinstance(made, tuple) else (made, None, None)
     if not isinstance(module, nn.Module):
-        raise InputError(f"model makes a {type(module).__name__}; a torch module was expected, and perhaps an example of inputs behind.")
-    found = model_to_description(describe(replace(made_of(module, example), tp_plan=tp_plan)))
+        raise InputError(
+            f"model makes a {type(module).__name__}; a torch module was expected, and perhaps an example of inputs and a loss behind."
+        )
+    found = model_to_description(describe(replace(made_of(module, example, loss), tp_plan=tp_plan)))
     path = cache_folder("models") / f"{digest(found)}.json"
     made_once(path, lambda path: write_json(path, found))
     return str(path)

@@ -107,7 +107,8 @@ class _Heard:
 
     def __init__(self, found: ReadyJob, callbacks: Sequence[Any]) -> None:
         job, steps = found.job, found.job.train.steps or 0
-        self._callbacks, self._asked = callbacks, False
+        self._callbacks = [one() if isinstance(one, type) else one for one in callbacks]
+        self._asked = False
         self.args = SimpleNamespace(
             output_dir=job.out, max_steps=steps, learning_rate=job.train.lr, weight_decay=job.train.weight_decay, seed=job.train.seed,
             warmup_steps=job.train.warmup, max_grad_norm=job.train.clip, save_steps=job.save.every, eval_steps=job.train.eval_every,
@@ -120,8 +121,8 @@ class _Heard:
         self.state, self.control = state(global_step=found.first_step, max_steps=steps), control()
 
     def call(self, event: str, **more: Any) -> None:
-        """Calls each callback's method of that event; a control that one returns replaces the last."""
-        for callback in self._callbacks:
+        """Calls each callback's method of that event, if it has one; a control that one returns replaces the last."""
+        for callback in (one for one in self._callbacks if hasattr(one, event)):
             none = dict.fromkeys(("model", "processing_class", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader"))
             self.control = getattr(callback, event)(self.args, self.state, self.control, **none, **more) or self.control
 

@@ -171,6 +171,8 @@ BAD = [
     ('{"input": "a", "target": "b"}\n\n{"input": 5, "target": "b"}\n', r"a\.jsonl, line 3: Expected `str`, got `int` - at `\$\.input`"),
     ('{"input": "a", "target": "b"}\nnot json\n', r"a\.jsonl, line 2: JSON is malformed"),
     ('{"prompt": "a"}\n', r"a\.jsonl, line 1: fields are prompt\. Expected was"), ("[1]\n", r"a\.jsonl, line 1: Expected `object`"),
+    ('{"instruction": "a", "input": "b", "output": "c"}\n', r"fields are instruction, input, output\. .*--set data\.fields="),
+    ('[{"text": "a"}]\n', r"each on a line of its own: jq -c '\.\[\]' .*a\.jsonl > lines\.jsonl"),
     ("\n \n", r"a\.jsonl' holds no samples"), ("", r"a\.jsonl' holds no samples"),
     ('{"input": "", "target": "b"}\n', "no sample is left of 1: 1 are empty, 0 duplicates"),
     ('{"input": "a", "target": "b"}\n\xff\xfe\n', r"a\.jsonl, line 2: "),

@@ -218,6 +218,26 @@ def test_seven_billion_weights_are_never_there() -> None:
     assert [copies for _, copies in model.runs] == [1, 1, 32, 1, 1]
 
 
+def test_a_block_that_stands_in_a_list_again_keeps_its_weights() -> None:
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    module = nn.ModuleDict({"blocks": nn.ModuleList([block] * 3)})
+    module.forward = lambda x: module["blocks"][2](module["blocks"][1](module["blocks"][0](x)))
+    before = module.state_dict()
+    trace_module(module, torch.zeros(2, 4), "again")
+    assert all(torch.equal(x, before[name]) and not isinstance(x, FakeTensor) for name, x in module.state_dict().items())
+
+
+class Chosen(nn.Linear):
+    """Works on the rows that it chooses."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.where(x[:, 0] > 0)[0]
+        return x.index_add(0, rows, super().forward(x[rows]))
+
+
 def test_what_depends_on_values_is_refused() -> None:
     class Picky(nn.Module):
         def __init__(self) -> None:
@@ -232,6 +252,8 @@ def test_what_depends_on_values_is_refused() -> None:
         trace_module(Picky(), torch.zeros(2, 4), "picky")
     with pytest.raises(InputError, match="'0'"):
         trace_module(nn.Sequential(nn.Linear(4, 4)), torch.zeros(2, 5))
+    with pytest.raises(InputError, match=r"in or after '0' shapes depend on values of tensors .*Let every expert see all tokens"):
+        trace_module(nn.Sequential(Chosen(), nn.Linear(4, 4)), torch.zeros(2, 4), "choosy")
     with pytest.raises(InputError, match="dtype is 'fp8'"):
         trace_module(nn.Linear(2, 2), torch.zeros(2, 2), dtype="fp8")
 

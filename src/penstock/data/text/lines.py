@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, shell_words
 from penstock.files import readable_file
 
 __all__ = ["CHAT", "PAIRS", "TEXT", "BadLine", "LineFields", "LineSpan", "detect_fields", "parse_fields", "pieces_of", "read_samples"]
@@ -104,14 +104,15 @@ def detect_fields(path: Path) -> LineFields:
             try:
                 found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise InputError(f"{path}, line {number}: {error}. Expected was {expected}.") from None
+                array = f", each on a line of its own: jq -c '.[]' {shell_words(path)} > lines.jsonl" if line.lstrip()[:1] == b"[" else ""
+                raise InputError(f"{path}, line {number}: {error}. Expected was {expected}{array}.") from None
             for fields in (PAIRS, TEXT, CHAT):
-                if fields[0] in found:
+                if set(fields) <= set(found):
                     return fields
             names = ", ".join(list(found)[:8]) or "none"
             raise InputError(
                 f"{path}, line {number}: fields are {names}. Expected was {expected}; say which fields are meant, as in "
-                "--fields input=inputs,target=targets (a job: data.fields)."
+                "--fields input=inputs,target=targets (penstock train: --set data.fields=input=inputs,target=targets)."
             )
     raise InputError(f"input '{path}' holds no samples.")
 

@@ -39,6 +39,12 @@ def told_where(where: str, last: Callable[[], str]) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     except Exception as error:
+        if "nonzero" in str(error) or type(error).__name__ == "DynamicOutputShapeException":
+            raise InputError(
+                f"{where}: in or after '{last() or 'the start'}' shapes depend on values of tensors (`nonzero`, `torch.where(condition)`, "
+                "a mask as an index), so that nobody could plan for them. Let every expert see all tokens, each weighed by its share, or "
+                "use grouped products, as models of transformers do."
+            ) from error
         first_line = next(iter(str(error).splitlines()), "")
         raise InputError(
             f"{where}: stopped in or after '{last() or 'the start'}': {type(error).__name__}: {first_line} "
@@ -55,6 +61,17 @@ class _Called(nn.Module):
 
     def forward(self) -> Any:
         return self.call(self.module)
+
+
+def _named(module: nn.Module, store: str) -> Iterator[tuple[str, Any]]:
+    """Tensors under each name that parts have for them; of a part that stands in several places under its first alone, else torch would
+    give it back another's."""
+    return (
+        (f"{path}.{name}" if path else name, x)
+        for path, part in module.named_modules()
+        for name, x in getattr(part, store).items()
+        if x is not None
+    )
 
 
 def storage_of(x: torch.Tensor) -> int:
@@ -156,14 +173,14 @@ class TracedPass(TorchDispatchMode):
         state: dict[str, torch.Tensor] = {}
         styles = {} if self.halved is None else self.halved.styles
         dims = {name: dim for path, style in styles.items() for name, dim in divided_weights(path, style).items()}
-        for name, p in module.named_parameters(remove_duplicate=False):
+        for name, p in _named(module, "_parameters"):
             kind = dtype if p.is_floating_point() else p.dtype
             if id(p) not in fake:
                 sizes = [-(-size // 2) if dims.get(name) == dim else size for dim, size in enumerate(p.shape)]
                 fake[id(p)] = torch.empty(sizes, dtype=kind).requires_grad_(p.requires_grad)
                 self.owner[storage_of(fake[id(p)])] = (name, fake[id(p)].numel())
             state[name] = fake[id(p)]
-        for name, b in module.named_buffers(remove_duplicate=False):
+        for name, b in _named(module, "_buffers"):
             if id(b) not in fake:
                 whole = torch.empty(b.shape, dtype=b.dtype) if b.is_meta else fakes.from_tensor(b)
                 fake[id(b)] = whole.to(dtype) if b.is_floating_point() else whole
@@ -177,7 +194,9 @@ class TracedPass(TorchDispatchMode):
         try:
             with self, torch.autograd.graph.saved_tensors_hooks(self._save, lambda x: x):
                 weights = {f"module.{name}": x for name, x in state.items()}
-                out = self.chain.watch(lambda module: torch.func.functional_call(_Called(module, call), weights, ()), found)
+                out = self.chain.watch(
+                    lambda module: torch.func.functional_call(_Called(module, call), weights, (), tie_weights=False), found
+                )
         finally:
             for hook in hooks:
                 hook.remove()

@@ -88,7 +88,8 @@ class CutModule:
         if ours != its:
             first = next((pair for pair in zip(ours, its, strict=False) if pair[0] != pair[1]), (plural(len(ours), "part"), f"{len(its)}"))
             raise InputError(
-                f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again."
+                f"the plan is of another module: it has '{first[0]}' where {self.made.name} has '{first[1]}'. Search for a plan again; of "
+                "a module that calls other parts for other lengths there is none."
             )
         for index, place in enumerate(self.model.ops):
             planned, found = ({name: tuple(shape) for name, shape in one.get("weights", {}).items()}
@@ -148,9 +149,8 @@ class CutModule:
     def op(self, place: PlacedOp, tp: TensorParallel) -> UnitOp:
         """A unit's weights and buffers, as they are here."""
         made = UnitOp(place.op, place.name, tp)
-        unit = self.skipping.units[self.skipping.calls[place.index]]
         kept = place.op.config.get("buffers", {})
-        made.bind(self._table.ops[place.index], {name: b for name, b in unit.named_buffers() if name in kept})
+        made.bind(self._table.ops[place.index], {name: b for name, b in self._table.buffers(place.index).items() if name in kept})
         return made
 
     def chain(self, ops: Sequence[OpModule], places: Sequence[PlacedOp]) -> ModuleChain:

@@ -28,3 +28,9 @@ def test_anything_else_is_refused(made: Any) -> None:
 def test_an_example_and_a_loss_are_taken_as_they_are() -> None:
     linear, example = nn.Linear(2, 2), (torch.zeros(1, 2),)
     assert call_function(lambda: (linear, example, len), "module:net.py:make") == (linear, example, len)
+
+
+@pytest.mark.parametrize(("wrap", "advice"), [(torch.compile, "without torch.compile"), (nn.DataParallel, "its `.module`")])
+def test_what_torch_wraps_is_asked_for_as_it_is(wrap: Any, advice: str) -> None:
+    with pytest.raises(InputError, match=advice):
+        made_of(wrap(nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))))

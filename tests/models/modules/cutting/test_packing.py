@@ -4,28 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from penstock.errors import InputError
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dropout, has_dropout, kept, packs, sample_attention
 from penstock.models.modules.cutting.seen import logits_loss, seen
 from penstock.models.modules.cutting.skipping import Skipping
-from penstock.models.modules.cutting.transformers_models import use_our_attention
+from penstock.models.modules.cutting.transformers_models import made_by_transformers, use_our_attention
 from tests.module_zoo import VOCAB, LongSkips, PlainGpt, example, make
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "exaone4", "gemma2", "gemma3", "phi", "mixtral", "bert"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "exaone4", "phimoe", "llama4", "gemma2", "gemma3", "phi", "mixtral", "bert"])
 def test_our_attention_is_theirs_and_packs(name: str) -> None:
-    """Windows, of all layers or some, capped scores, attention to both sides; sizes are small enough for the windows to matter."""
+    """Windows, of all layers or some, said by layers or by the config alone, chunks, capped scores, attention to both sides; sizes are
+    small enough for all of it to matter."""
     kwargs = {"input_ids": example(name, 2, 20)["input_ids"]}
     wanted = make(name, attn_implementation="eager")(**kwargs).logits
     module = make(name)
     use_our_attention(module)
     assert (module(**kwargs).logits - wanted).abs().max() <= 1e-5 * wanted.abs().max()
     assert packs(module, logits_loss, VOCAB) == (True, True)
+
+
+def test_models_of_images_keep_their_attention(tmp_path: Path) -> None:
+    """Swin adds a learnt bias of places, and masks shifted windows."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=4, embed_dim=8, depths=[2], num_heads=[2], window_size=4, num_labels=5,
+        architectures=["SwinForImageClassification"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    ours, theirs = made_by_transformers(str(tmp_path), 0).module.eval(), transformers.SwinForImageClassification(config).eval()
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.rand(2, 3, 32, 32)
+    assert (ours(images).logits - theirs(images).logits).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["doge", "glm-dsa"])
+def test_layers_that_choose_what_is_seen_keep_their_attention(name: str) -> None:
+    """By a mask that they make of one that transformers made, or of indices."""
+    kwargs = {"input_ids": example(name, 2, 20)["input_ids"]}
+    module = make(name)
+    use_our_attention(module)
+    assert (module(**kwargs).logits - make(name)(**kwargs).logits).abs().max() == 0.0
+    with pytest.raises(InputError, match="Identity makes a mask of its own"):
+        sample_attention(nn.Identity(), *torch.ones(3, 1, 1, 4, 8), torch.ones(4, 4))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 from penstock.errors import InputError
 from penstock.models.modules.cutting.absent import Absent, NeedsValues
 from penstock.models.modules.cutting.buffers import ChangingBuffers, Met
 from penstock.models.modules.cutting.skipping import Call, Skipping
-from tests.module_zoo import NAMES, example, make
+from penstock.models.modules.cutting.weights import WeightTable
+from tests.module_zoo import NAMES, VOCAB, PlainGpt, example, make
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +74,57 @@ def assert_every_cut(module: nn.Module, call: Call, recompute: Any = ()) -> None
 def test_every_cut_equals_the_module(name: str) -> None:
     kwargs = example(name)
     assert_every_cut(make(name), lambda module: module(**kwargs))
+
+
+def test_a_block_that_stands_in_a_list_again_is_one() -> None:
+    """As in universal transformers: the same weights at every depth."""
+    module, kwargs = PlainGpt(layers=1), example("long-skips")
+    module.blocks = nn.ModuleList([module.blocks[0]] * 3)
+    assert_every_cut(module, lambda own: F.cross_entropy(own(kwargs["ids"]).flatten(0, 1), kwargs["labels"].flatten()))
+
+
+class Bare(PlainGpt):
+    """Weights that no part's forward pass uses: scales in lists and dicts, a head and an embedding of which the weight alone is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.rand(32) for _ in self.blocks)
+        self.shifts = nn.ParameterDict({"first": torch.rand(32), "gate": torch.rand(32)})
+        self.bias = nn.Linear(1, VOCAB)
+        self.register_buffer("last", torch.rand(VOCAB))
+        self.register_buffer("unsaved", torch.zeros(1), persistent=False)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        gate = torch.sigmoid(self.shifts["gate"])
+        x = self.words(ids) + self.shifts["first"].to(self.head.weight.dtype)
+        for block, scale in zip(self.blocks, self.scales, strict=True):
+            x = block(x) * scale
+        return F.linear(self.norm(x) * gate, self.words.weight, self.bias.bias) + self.last + self.unsaved
+
+
+def test_weights_that_code_between_units_uses_are_found_where_they_are_used() -> None:
+    module, kwargs = Bare(), example("long-skips")
+    assert_every_cut(module, lambda own: F.cross_entropy(own(kwargs["ids"]).flatten(0, 1), kwargs["labels"].flatten()))
+    carry, wanted = {}, module(kwargs["ids"])
+    for stage, elsewhere in enumerate((("blocks.1", "blocks.2", "norm"), ("words", "blocks.2", "norm"), ("blocks.0", "blocks.1"))):
+        own = Skipping(deepcopy(module))
+        own.trace(lambda net: net(kwargs["ids"]))
+        for path in elsewhere:
+            own.units[path].to("meta")
+        if stage:
+            own.module.shifts.to("meta")
+        carry = own.run(lambda net: net(kwargs["ids"]), (0, 2, 3)[stage], (2, 3, 5)[stage], carry)
+    assert torch.equal(carry, wanted)
+    chain = Skipping(module)
+    chain.trace(lambda own: own(kwargs["ids"]))
+    table = WeightTable(chain)
+    glue = [{name for name in own if name[0] == ":"} for own in table.ops]
+    assert chain.calls == ("words", "blocks.0", "blocks.1", "blocks.2", "norm")
+    assert glue == [{":shifts.first", ":shifts.gate", ":places.weight", ":bias.weight"}, {":scales.0"}, {":scales.1"}, {":scales.2"},
+                    {":words.weight", ":bias.bias"}]  # fmt: skip
+    assert table.config(4)["shared"] == {":words.weight": "words.weight"}
+    assert table.config(0)["frozen"] == [":places.weight", ":bias.weight"]
+    assert [table.config(index).get("buffers") for index in range(5)] == [None, None, None, None, {":last": [VOCAB]}]
 
 
 def test_recomputed_units_change_nothing() -> None:

@@ -27,6 +27,11 @@ __all__ = [
 FORM_OF_SOURCE = "module:PATH.py:FUNCTION"
 _TINY = 2, 8
 """Samples and length of the micro-batch on which the order of calls is found."""
+_WRAPPERS = {
+    "OptimizedModule": "without torch.compile; `parallelize(…, compile=True)` compiles its parts", "DataParallel": "its `.module`",
+    "DistributedDataParallel": "its `.module`", "FullyShardedDataParallel": "its `.module`",
+}  # fmt: skip
+"""Of torch: what divides or compiles a module as a whole, and where the module is."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ def _describe(value: Any) -> str:
 
 def made_of(module: nn.Module, example: Any = None, loss: Loss | None = None, *, name: str = "", seed: int = 0) -> Made:
     """A module in memory, ready to be trained. `example` is what `trace_module` takes; without one it is taken to read token ids."""
+    if (kind := type(module).__name__) in _WRAPPERS:
+        raise InputError(f"the module is wrapped as {kind}. Give the module that it wraps ({_WRAPPERS[kind]}): Penstock divides it itself.")
     vocab = next((part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)), 0)
     first = _first_input(example, vocab, name or type(module).__name__)
     images, notes = first(*_TINY).is_floating_point(), keep_layers(module)

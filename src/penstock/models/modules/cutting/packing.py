@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from penstock.errors import InputError
 from penstock.models.modules.cutting.absent import Absent
 from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch
 from penstock.models.modules.dropout import keyed_dropout
@@ -37,6 +38,8 @@ _DROPOUT_OF_HEADS = 10
 """Its place among the arguments of torch's `multi_head_attention_forward`."""
 _UNSAID: Any = object()
 """No window was spoken of, which is not the same as `None`: a layer that looks at the whole sample."""
+_CHUNKED, _WINDOWED = "chunked_attention", "sliding_attention"
+"""Kinds of layers, as configs of transformers name them."""
 
 
 class Keeper:
@@ -144,21 +147,39 @@ def sample_attention(
     is_causal: bool | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Attention as transformers calls it, (rows, heads, length, width): inside each sample, without a mask that somebody made."""
+    if attention_mask is not None:  # models are told to make none
+        raise InputError(
+            f"{type(module).__name__} makes a mask of its own, which attention that stays inside samples would not see. Make the model in "
+            "a file of your own (module:net.py:make), where its attention stays as it is."
+        )
     micro_batch = _CURRENT.get()
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    window = getattr(module, "sliding_window", None) if sliding_window is _UNSAID else sliding_window
+    window, chunk = _reach(module, sliding_window)
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
     is_plain = softcap is None and s_aux is None and (causal or not window)
+    is_plain &= chunk is None or micro_batch is None or micro_batch.longest <= chunk
     if is_plain and micro_batch is not None and micro_batch.edges is not None and _is_for_kernel(query):
         return _at_once(query, key, value, micro_batch.edges, micro_batch.longest, scaling, causal, window), None
     bounds = micro_batch.bounds if micro_batch is not None and micro_batch.bounds else ((0, query.shape[2]),)
     padding = None if micro_batch is None or causal or micro_batch.mask is None else micro_batch.mask.bool()
     parts = [
-        _attended(*(x[:, :, a:b] for x in (query, key, value)), scaling, causal, window, softcap, s_aux, padding) for a, b in bounds
+        _attended(*(x[:, :, a:b] for x in (query, key, value)), scaling, causal, window, chunk, softcap, s_aux, padding) for a, b in bounds
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts, 2)).transpose(1, 2).contiguous(), None
+
+
+def _reach(module: Any, said: Any) -> tuple[int | None, int | None]:
+    """The window of a layer, and the chunks that it stays in: what the layer says, else what its config says of layers of that kind."""
+    config, place = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    kind = kinds[place] if isinstance(place, int) and place < len(kinds) else None
+    chunk = getattr(config, "attention_chunk_size", None) if kind == _CHUNKED else None
+    if said is _UNSAID:
+        in_config = getattr(config, "sliding_window", None) if kind in (None, _WINDOWED) else None
+        said = getattr(module, "sliding_window", in_config)
+    return said, chunk
 
 
 def _is_for_kernel(query: torch.Tensor) -> bool:
@@ -190,13 +211,13 @@ def _at_once(
 
 
 def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, causal: bool, window: int | None, softcap: float | None,
-    sinks: torch.Tensor | None, padding: torch.Tensor | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float | None, causal: bool, window: int | None, chunk: int | None,
+    softcap: float | None, sinks: torch.Tensor | None, padding: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """One sample, or rows of them; `padding` is true where a row has a token."""
     length = q.shape[2]
-    windowed = bool(window and length > window)
-    if softcap is None and sinks is None and not windowed and padding is None:
+    windowed, chunked = bool(window and length > window), bool(chunk and length > chunk)
+    if softcap is None and sinks is None and not windowed and not chunked and padding is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal and length > 1, scale=scaling)
     at = torch.arange(length, device=q.device)
     seen = torch.ones(length, length, dtype=torch.bool, device=q.device)
@@ -204,6 +225,8 @@ def _attended(
         seen &= at[:, None] >= at
     if windowed and window is not None:
         seen &= (at[:, None] - at).abs() < window
+    if chunked and chunk is not None:
+        seen &= at[:, None] // chunk == at // chunk
     allowed = seen if padding is None else seen & (padding[:, None, None, :] | torch.eye(length, dtype=torch.bool, device=q.device))
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scaling)

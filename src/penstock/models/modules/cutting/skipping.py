@@ -63,13 +63,30 @@ class CarryAt:
 
 @dataclass(frozen=True)
 class GlueWeight:
-    """A weight of no unit, which code between units uses itself."""
+    """A weight that code between units uses itself."""
 
     name: str
     owner: nn.Module
     attribute: str
     calls: frozenset[int]
     """The calls after which it is used; what is used before the first counts with it."""
+
+
+@dataclass(frozen=True)
+class GlueBuffer:
+    """A buffer of no unit that is part of the module's state, as BART's `final_logits_bias` is."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
+    call: int
+    """The call after which it is used first; what is used before the first, or never, counts with that."""
+
+    def tensor(self) -> torch.Tensor:
+        """As the module has it now."""
+        found = self.owner._buffers[self.attribute]
+        assert found is not None
+        return found
 
 
 class _Stop(BaseException):
@@ -93,13 +110,14 @@ class Skipping:
         self.cuts: tuple[CarryAt, ...] = ()
         """What crosses before call 1, 2, …"""
         self.glue_weights: tuple[GlueWeight, ...] = ()
-        inside = {id(p) for unit in self.units.values() for p in unit.parameters()}
-        self._loose = [
+        self.glue_buffers: tuple[GlueBuffer, ...] = ()
+        self._weights = [
             (f"{path}.{name}" if path else name, part, name)
             for path, part in module.named_modules()
             for name, p in part._parameters.items()
-            if p is not None and id(p) not in inside
+            if p is not None
         ]
+        self._loose = self._outside_units()
         self._run: _Pass | None = None
         self._begun: list[str] = []
         self._paths = {id(unit): path for path, unit in self.units.items()}
@@ -109,7 +127,7 @@ class Skipping:
         self._buffers = {path: ChangingBuffers(unit) for path, unit in self.units.items()}
         self.in_place_of: dict[str, Callable[..., Any]] = {}
         """What runs in place of units' own forward passes, by path: compiled ones, or such as are timed."""
-        self._before = {path: unit.__dict__.get("forward") for path, unit in self.units.items()}
+        self._before = [(unit, unit.__dict__.get("forward")) for unit in self.units.values()]
         self.plain = {path: unit.forward for path, unit in self.units.items()}
         for unit in self.units.values():
             unit.forward = self._wrapped(unit, unit.forward)  # type: ignore[method-assign]
@@ -121,10 +139,24 @@ class Skipping:
 
     def close(self) -> None:
         """Gives the module back as it was."""
-        for path, unit in self.units.items():
+        for unit, before in self._before:
             del unit.__dict__["forward"]
-            if (before := self._before[path]) is not None:
+            if before is not None:
                 unit.__dict__["forward"] = before
+
+    def _outside_units(self) -> list[tuple[str, nn.Module, str]]:
+        inside = {id(p) for unit in self.units.values() for p in unit.parameters()}
+        return [(name, part, attribute) for name, part, attribute in self._weights if id(part._parameters[attribute]) not in inside]
+
+    def _kept_outside(self) -> list[tuple[str, nn.Module, str]]:
+        """Buffers of no unit that are part of the module's state."""
+        inside = {id(part) for unit in self.units.values() for part in unit.modules()}
+        return [
+            (f"{path}.{name}" if path else name, part, name)
+            for path, part in self.module.named_modules()
+            for name, b in part._buffers.items()
+            if b is not None and id(part) not in inside and name not in part._non_persistent_buffers_set
+        ]
 
     def _wrapped(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -135,14 +167,27 @@ class Skipping:
 
     def trace(self, call: Call, device: torch.device | str = "cpu") -> None:
         """Finds the order of calls and what crosses each cut, with all units skipped."""
+        run = self._traced(call, device)
+        if len(called := {path: unit for path, unit in self.units.items() if path in run.calls}) < len(self.units):
+            # What is never called (a `ParameterList`, a head whose weight alone is used) is no unit: its weights are the glue's.
+            self.units = called
+            self._loose = self._outside_units()
+            run = self._traced(call, device)
+        self.calls, self.cuts = tuple(run.calls), tuple(run.cuts())
+        self.glue_weights = tuple(
+            GlueWeight(name, part, attribute, frozenset(max(0, k) for k in run.used_after[name]))
+            for name, part, attribute in self._weights
+            if name in run.used_after
+        )
+        self.glue_buffers = tuple(
+            GlueBuffer(name, part, attribute, max(0, min(run.used_after.get(name, {0})))) for name, part, attribute in self._kept_outside()
+        )
+
+    def _traced(self, call: Call, device: torch.device | str) -> _Trace:
         run = _Trace(self, torch.device(device))
         self._begun = run.calls
         run.go(call)
-        self.calls, self.cuts = tuple(run.calls), tuple(run.cuts())
-        self.glue_weights = tuple(
-            GlueWeight(name, part, attribute, frozenset(max(0, k) for k in run.used_after.get(name, ())))
-            for name, part, attribute in self._loose
-        )
+        return run
 
     def run(
         self, call: Call, first: int, last: int, carry: Mapping[Site, torch.Tensor], recompute: Collection[int] = (),
@@ -316,7 +361,9 @@ class _Trace(_Pass):
 
     def go(self, call: Call) -> None:
         with self.chain._stand_ins(lambda name: False, self.device) as stand_ins, self.running():
-            self.weights = {id(p): name for name, p in stand_ins.items()}
+            own = {id(part._parameters[attribute]): name for name, part, attribute in self.chain._weights}
+            own |= {id(part._buffers[attribute]): name for name, part, attribute in self.chain._kept_outside()}
+            self.weights = own | {id(p): name for name, p in stand_ins.items()}
             with torch.no_grad(), _Glue(self):
                 out = call(self.chain.module)
             self.use(out)
@@ -324,14 +371,16 @@ class _Trace(_Pass):
     def calls_so_far(self) -> tuple[str, ...]:
         return tuple(self.calls)
 
-    def use(self, tree: Any, by_unit: bool = False) -> None:
+    def use(self, tree: Any, by_unit: bool = False, values: bool = True) -> None:
+        """These tensors are used: their `values`, or what is known of them without."""
         when = 2 * self.begun if by_unit else 2 * self.begun - 1
         for x in tree_iter(tree):
-            if isinstance(x, Absent):
-                if id(x) in self.weights:
-                    self.used_after.setdefault(self.weights[id(x)], set()).add(self.begun - 1)
-                elif id(x) in self.site:
-                    self.last_use[self.site[id(x)]] = when
+            if id(x) in self.weights:
+                if not values:
+                    continue
+                self.used_after.setdefault(self.weights[id(x)], set()).add(self.begun - 1)
+            elif id(x) in self.site:
+                self.last_use[self.site[id(x)]] = when
 
     def mark(self, out: Any, kind: str, number: int) -> None:
         for j, x in enumerate(tensors_in(out)):
@@ -354,8 +403,9 @@ class _Trace(_Pass):
 
     def glue(self, given: Any, out: Any) -> Any:
         with self.unwatched():
-            self.use(given)
-            if any(isinstance(x, Absent) for x in tree_iter(given)) and (number := len(tensors_in(out))):
+            number = len(tensors_in(out))
+            self.use(given, values=number > 0)
+            if number and any(isinstance(x, Absent) for x in tree_iter(given)):
                 self.mark(out, "glue", self.count)
                 self.count += number
         return out

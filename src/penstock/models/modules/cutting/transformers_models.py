@@ -32,7 +32,8 @@ def made_by_transformers(folder: str, seed: int) -> Made:
             torch.manual_seed(seed)
             module = kind(config)
     form = _form(kind.__name__, config)
-    ours = _chooses_attention(module) and form != "encoder-decoder"  # whose decoder looks at another sequence too
+    # The decoder of an encoder-decoder looks at another sequence too; images never lie end to end, and Swin adds a bias to scores.
+    ours = _chooses_attention(module) and form not in ("encoder-decoder", "images")
     if ours:
         use_our_attention(module)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -47,7 +48,9 @@ def made_by_transformers(folder: str, seed: int) -> Made:
 
 
 def _chooses_attention(module: Any) -> bool:
-    return bool(getattr(module, "_supports_attention_backend", False))
+    """Whether ours can stand for the model's attention: not where a layer chooses what is seen, for which it needs a mask."""
+    chosen = any(type(part).__name__.endswith("Indexer") or hasattr(part, "prepare_dynamic_mask") for part in module.modules())
+    return bool(getattr(module, "_supports_attention_backend", False)) and not chosen
 
 
 def use_our_attention(module: Any) -> None:

@@ -18,9 +18,11 @@ __all__ = ["kind_of", "units_of"]
 
 
 def units_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(path, part) of every unit. A module without such parts is one unit, with an empty path."""
-    found = list(_parts(module, prefix))
-    return iter(found) if found or prefix else iter([("", module)])
+    """(path, part) of every unit, once however often it stands in lists. A module without such parts is one unit, with an empty path."""
+    found = dict[int, tuple[str, nn.Module]]()
+    for path, part in _parts(module, prefix):
+        found.setdefault(id(part), (path, part))
+    return iter(found.values()) if found or prefix else iter([("", module)])
 
 
 def _parts(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
