@@ -63,6 +63,14 @@ def test_interleaved_pipelines_are_judged_too() -> None:
     assert 0 < choice.bound_s <= choice.time_s
 
 
+def test_what_a_plan_had_to_give_up_is_told() -> None:
+    """Such as that gradients are summed in fewer bits, since nothing else fits."""
+    asked = request()
+    narrow = asked.narrowed().frame
+    (plan,) = _pipelines(asked, [narrow], lengths(32, 256))
+    assert (plan.gradients, plan.notes) == (narrow.gradients, narrow.notes) and len(plan.notes) > len(asked.frame.notes)
+
+
 def test_the_same_question_has_the_same_answer(found: list[LengthsChoice]) -> None:
     again = search_for_lengths(request(), lengths(300, 256), top=3)
     assert [choice.plan for choice in again] == [choice.plan for choice in found]

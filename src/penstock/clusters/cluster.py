@@ -228,10 +228,6 @@ class Cluster:
         one = dataclasses.replace(node, num_devices=1, device_ids=(self.device_id(rank),) if node.device_ids else ())
         return Cluster(self.name, (NodeRun(one),))
 
-    def node_alone(self, rank: int) -> Cluster:
-        """The node of a rank as a cluster of its own."""
-        return Cluster(self.name, (NodeRun(self.node_of(rank)),))
-
     def first_nodes(self, num_devices: int) -> Cluster:
         """As many nodes as it takes for so many devices, or all, as a cluster of their own."""
         runs: list[NodeRun] = []

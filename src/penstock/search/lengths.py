@@ -145,7 +145,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
     from penstock.batching.planned import with_recompute_choices
 
     seen = set()
-    notes = tuple(note for note in request.frame.notes if note not in chosen_lengths(request.model, None)[2])
+    of_one_length = chosen_lengths(request.model, None)[2]
     longest, longest_dec = max(sample.length for sample in samples), max(sample.dec_length for sample in samples)
     layout: Layout = "packed" if "packed" in request.model.layouts else "padded"
     for plan in plans:
@@ -154,6 +154,7 @@ def _pipelines(request: Request, plans: Sequence[Plan], samples: Sequence[Sample
             continue
         seen.add(stages)
         schedule = CHUNKED_SCHEDULE if plan.num_chunks > 1 else DEFAULT_SCHEDULE
+        notes = tuple(note for note in plan.notes if note not in of_one_length)
         yield with_recompute_choices(
             replace(plan, stages=stages, global_batch=request.frame.global_batch, seq_length=longest, dec_length=longest_dec,
                     micro_batching=MicroBatching(layout, "dynamic"), schedule=schedule, predicted=None, notes=notes),

@@ -1,12 +1,14 @@
 """Pipelines over several kinds of devices: messages as the estimate has them, and less to do after the last micro-batch."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from penstock.plans.plan import Plan
-from penstock.search.assemble import assembled, stage_of
+from penstock.plans.plan import Degrees, Plan, Stage
+from penstock.search.assemble import assembled, estimated, stage_of
+from penstock.search.engine import search
 from penstock.search.partition.after_limits import StageAfter
 from penstock.search.partition.flags import recompute_flags
 from penstock.search.partition.pipelines import _stages, best_pipeline
@@ -88,3 +90,20 @@ def test_messages_between_kinds_cross_nodes_wherever_stages_lie() -> None:
     places = [(0, 0), (0, 2), (1, 2), (1, 4), (1, 6)]
     given = [StageChoice(option, at, at + 1, 0, 0.0, start) for at, (option, start) in enumerate(places)]
     assert crossing(space, given) == [False, True, True, False]
+
+
+def test_equal_devices_divide_what_takes_long_after_the_last_micro_batch(tmp_path: Path) -> None:
+    """A plan by hand: large tables at both ends on two devices each, all layers on one; with one micro-batch their update counts."""
+    (tmp_path / "wide.yaml").write_text(
+        "{family: llama, layers: 2, hidden: 768, heads: 6, kv_heads: 6, ffn: 1538, seq_length: 128, vocab: 50257}"
+    )
+    (tmp_path / "five.yaml").write_text(
+        "nodes: [{name: n, device: box, gpus: 5, intra: {bandwidth_gb_per_s: 0.5, latency_us: 50}}]\n"
+        "devices: [{name: box, memory_gb: 3, memory_bandwidth_gb_per_s: 200, fp32_tflops: 40, bf16_tflops: 80}]\n"
+    )
+    request = Request.of(str(tmp_path / "wide.yaml"), str(tmp_path / "five.yaml"), 1, "roofline", None, (), math.inf)
+    parts = (0, 1, ((0, 1),), Degrees(2)), (1, 18, ((2,),), Degrees()), (18, 20, ((3, 4),), Degrees(2))
+    stages = [Stage(first, last, devices=devices, degrees=degrees) for first, last, devices, degrees in parts]
+    by_hand = estimated(request, assembled(request.frame, stages, 1, "zero-bubble"), "exact").clocked()
+    assert by_hand.estimate.fits
+    assert search(request, top=1).choices[0].estimate.time_s <= by_hand.estimate.time_s * (1 + 1e-9)

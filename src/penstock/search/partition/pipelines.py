@@ -35,6 +35,8 @@ LONG_CHAIN, BOUND_CUTS = 2000, 512
 """Chains of more ops than this are bounded with at most so many cuts."""
 _ROUNDS, _LESS = 5, 0.8
 """How often the programme looks for stages that do less after the last micro-batch, and how much less at least."""
+_FEW, _GAIN = 64, 0.03
+"""Over one kind only in short chains on so many devices at most, where a shorter end could make the plan faster by at least this share."""
 _NEARLY = 1.05
 """A plan is estimated where what it does after the last micro-batch, roughly, makes it no more than so much slower than the best."""
 
@@ -96,7 +98,7 @@ def _best_of_subspace(family: PlanFamily, subspace: Subspace, schedule: str, kno
     left_s = known_s - family.prices.updates.least_after_s(subspace.options)
 
     def solve(share: float) -> Choice | None:
-        if len(family.pools) > 1 and subspace.max_stages > 1:
+        if subspace.max_stages > 1:
             return _best_within(family, subspace, schedule, share, known_s)
         found = _stages(family, subspace, schedule, share, left_s)
         return None if found is None or _least_s(family, *found) >= known_s else _estimated(family, schedule, *found)
@@ -105,19 +107,24 @@ def _best_of_subspace(family: PlanFamily, subspace: Subspace, schedule: str, kno
 
 
 def _best_within(family: PlanFamily, subspace: Subspace, schedule: str, share: float, known_s: float) -> Choice | None:
-    """The best of several plans over several kinds of devices, each with less to do after the last micro-batch than the one before."""
-    after, best, limit_s = StageAfter(family.prices), None, np.inf
+    """The best of several plans, each with less to do after the last micro-batch than the one before."""
+    after, best, limit_s, alike = StageAfter(family.prices), None, np.inf, len(family.pools) == 1
+    least_s = family.prices.updates.least_after_s(subspace.options)
+    is_small = subspace.fine and family.request.cluster.num_devices <= _FEW and not family.request.asynchronous
     for _ in range(_ROUNDS):
-        found = _stages(family, subspace, schedule, share, known_s - family.prices.updates.least_after_s(subspace.options), limit_s)
+        found = _stages(family, subspace, schedule, share, known_s - least_s, limit_s)
         if found is None:
             break
-        pipeline_s, after_s = _pipeline_s(family, found[1]), after.longest(*found)
-        if pipeline_s + after_s < known_s * _NEARLY and _least_s(family, *found) < known_s:
+        pipeline_s = _pipeline_s(family, found[1])
+        after_s = after.longest(*found) if is_small or not alike else 0.0
+        if (alike or pipeline_s + after_s < known_s * _NEARLY) and _least_s(family, *found) < known_s:
             choice = _estimated(family, schedule, *found)
             if best is None or (not choice.estimate.fits, choice.estimate.time_s) < (not best.estimate.fits, best.estimate.time_s):
                 best = choice
             if choice.estimate.fits:
                 known_s = min(known_s, choice.estimate.time_s)
+        if alike and (not is_small or pipeline_s + least_s > known_s * (1 - _GAIN)):
+            break
         # No pipeline is shorter than this one, so that the others have to do less after it.
         limit_s = min(known_s - pipeline_s, _LESS * after_s) if pipeline_s < known_s else _LESS * after_s
     return best
