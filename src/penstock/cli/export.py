@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from penstock.cli.console import JsonFlag, out, print_json
-from penstock.errors import InputError, near_misses
+from penstock.errors import InputError, near_misses, shell_words
 from penstock.files import check_folder, check_writable, reserve_output
 from penstock.systems import SYSTEMS
 
@@ -82,7 +82,7 @@ def _way_out(plan: Plan, system: str) -> str:
         check_model(system, _model(plan), (plan.schedule,))
     except InputError:
         return ""
-    return f" `penstock search --for {system}` finds plans that it takes."
+    return f" `{shell_words('penstock', 'search', '--for', system)}` finds plans that it takes."
 
 
 def parse_target(text: str, option: str = "--to") -> Target:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from node_jobs import free_port
+from free_ports import free_port
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
