@@ -43,8 +43,11 @@ def borrowing(function: Callable[..., Any]) -> Callable[..., Any]:
     can take thirty times as long as what it does.
     """
     from numba import njit
+    from numba.core.options import DefaultOptions
 
-    compiled: Callable[..., Any] = njit(cache=True, nogil=True, _nrt=False, forceinline=True)(function)
+    # Not part of numba's documented options: a release that has none is slower, and as right.
+    uncounted = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
+    compiled: Callable[..., Any] = njit(cache=True, nogil=True, forceinline=True, **uncounted)(function)
     return compiled
 
 
