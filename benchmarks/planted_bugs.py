@@ -902,6 +902,8 @@ _TRAINING = (
          "source = batch_source(request)", "the loss that is told is too good", "runtime/test_run.py"),
 )  # fmt: skip
 _PROCESSES = (
+    _bug("what a signal has stopped outlives a killed launcher", "processes/fork_server.py", "            os.kill(stopped, signal.SIGKILL)",
+         "            pass", "ranks and their server stay until somebody lets them go on", "processes/test_fork_server.py", pick="outlive"),
     _bug("processes have the server's environment", "processes/fork_server.py", "os.environ.update(environment)", "os.environ.update({})",
          "what was set after the server began is not seen", "processes/test_fork_server.py"),
     _bug("waiting threads spin as libgomp has them", "processes/fork_server.py", "os.environ.setdefault(_SPINS, _FEW_SPINS)", "pass",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,33 @@ def test_processes_end_though_their_server_was_killed(tmp_path: Path) -> None:
     (tmp_path / "launcher.py").write_text(_ORPHANED)
     found = subprocess.run([sys.executable, str(tmp_path / "launcher.py")], capture_output=True, text=True, check=False, timeout=120)
     assert found.stdout == "well\n", found.stderr
+
+
+KILLED_LAUNCHER = """
+import os, signal, sys, time
+from penstock.processes import fork_server
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def wait():
+    fork_server.await_parent()
+
+if __name__ == "__main__":
+    fork_server.PRELOADED.clear()
+    processes = [fork_server.start_process("stopped", stop), fork_server.start_process("waits", wait)]
+    while not fork_server.stopped_children(fork_server.forkserver._forkserver._forkserver_pid):
+        time.sleep(0.01)
+    print(*(process.pid for process in processes), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_that_is_stopped_does_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "launcher.py"
+    script.write_text(KILLED_LAUNCHER)
+    said = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, timeout=250)
+    for pid in map(int, said.stdout.split()):
+        while Path(f"/proc/{pid}").exists():  # the time-out ends a wait in vain
+            time.sleep(0.01)
+    assert said.returncode == -signal.SIGKILL

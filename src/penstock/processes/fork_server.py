@@ -23,6 +23,8 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from penstock.processes.states import stopped_children
+
 __all__ = ["FORKED", "PRELOADED", "SIGNALS", "await_parent", "end_processes", "start_process", "unheard", "warm_up"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -110,7 +112,7 @@ def _begin(name: str, environment: Mapping[str, str], folder: str | None, target
 
 def await_parent(timeout_s: float | None = None) -> bool:
     """Whether the process that started this one has ended, however it did; waits for that so long, or as long as it takes. What it has
-    left behind is then removed."""
+    left behind is then removed, with others that it started and that a signal has stopped: these cannot see its end."""
     parent = parent_process()
     assert parent is not None, "the first process of all has no parent to wait for"
     parent.join(timeout_s)
@@ -118,4 +120,7 @@ def await_parent(timeout_s: float | None = None) -> bool:
         return False
     for folder in _LEFT:
         shutil.rmtree(folder, ignore_errors=True)  # others that it started may do the same
+    for stopped in stopped_children(os.getppid()) if _LEFT else []:  # the server's, which serves nobody else
+        with suppress(ProcessLookupError):
+            os.kill(stopped, signal.SIGKILL)
     return True

@@ -6,7 +6,7 @@ import os
 import resource
 from pathlib import Path
 
-__all__ = ["family_cpu_s", "is_stopped", "processor_of", "started_ticks"]
+__all__ = ["family_cpu_s", "is_stopped", "processor_of", "started_ticks", "stopped_children"]
 
 _STOPPED = "T"
 """One that is traced is `t`."""
@@ -15,6 +15,11 @@ _STOPPED = "T"
 def is_stopped(pid: int) -> bool:
     """Whether a signal has stopped a process, as SIGSTOP does; not so one that a debugger holds, nor one that is gone."""
     return _fields(pid)[:1] == [_STOPPED]
+
+
+def stopped_children(pid: int) -> list[int]:
+    """The children of a process that a signal has stopped."""
+    return [child for child, fields in _all().items() if fields[:2] == [_STOPPED, str(pid)]]
 
 
 def started_ticks(pid: int) -> int | None:
@@ -33,9 +38,13 @@ def family_cpu_s() -> float:
     """Processor seconds of this process, of children that ended, and of those that live on with the children that they have seen end:
     a server that forks workers is such a child."""
     own = sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
-    processes = (_fields(int(path.name)) for path in Path("/proc").glob("[0-9]*"))
-    living = [fields for fields in processes if fields[1:2] == [str(os.getpid())]]
+    living = [fields for fields in _all().values() if fields[1:2] == [str(os.getpid())]]
     return own + sum(int(ticks) for fields in living for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
+def _all() -> dict[int, list[str]]:
+    """The fields of every process."""
+    return {int(path.name): _fields(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
 
 
 def _fields(pid: int) -> list[str]:
