@@ -59,6 +59,9 @@ _GROUND = (
          "0777 is 511", "test_files.py"),
     _bug("names like numbers are written without quotes", "files/yaml_files.py", "    _resolve_core(Dumper)\n", "",
          "a job whose data is called 1e5 cannot be repeated", "test_files.py", "jobs/test_job_file.py"),
+    _bug("news before a page asks for any are missed", "reports/live.py", "        quiet = 0\n        try:",
+         "        quiet, seen = 0, _version(self.server.page.stamp())\n        try:", "the last step of a run is never drawn",
+         "reports/test_live.py", pick="first_question"),
     _bug("a notebook shows nothing without a reason", "notebooks.py", "<p>{escape(str(error))}</p>", "", "nobody knows what is missing",
          "reports/test_report.py", pick="themselves"),
 )

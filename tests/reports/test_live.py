@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -109,6 +111,19 @@ def test_a_served_page_hands_its_trace_to_perfetto(served: tuple[LivePage, str],
         other.value.wait_for_function("() => document.title.startsWith('{')")
         events = json.loads(other.value.title())["traceEvents"]
         assert [(one["name"], one["ts"], one["dur"]) for one in events if one["ph"] == "X"] == [("F0", 0.0, 2.0)]
+
+
+def test_news_between_the_page_and_its_first_question_are_told(served: tuple[LivePage, str], a_run: Path) -> None:
+    """A page that was shown before the run's last step asks for news after it."""
+    page, address = served
+    seen = re.search(r'"seen":"([0-9a-f]{16})"', asked(address, f"/{page.token}/")[1].replace(" ", ""))
+    assert seen is not None
+    add_step(a_run, 0)
+    connection = http.client.HTTPConnection(address.split("/")[2], timeout=250)
+    with closing(connection):
+        connection.request("GET", f"/{page.token}/events?{seen[1]}")
+        assert connection.getresponse().readline() == b"event: changed\n"
+    assert page.news(seen[1]) is not None and page.news(str(page.news(seen[1]))) is None
 
 
 def test_a_browser_follows_the_run(served: tuple[LivePage, str], a_run: Path) -> None:

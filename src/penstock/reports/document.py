@@ -65,12 +65,15 @@ def _asset(name: str) -> str:
     return (files("penstock.reports") / "page" / name).read_text(encoding="utf-8")
 
 
-def document(title: str, subjects: Sequence[Subject], shared: Sequence[View], *, with_paths: bool = False, live: str = "") -> str:
-    """The page. `live` is the address from which a served page hears of news; a file has none."""
+def document(
+    title: str, subjects: Sequence[Subject], shared: Sequence[View], *, with_paths: bool = False, live: str = "", seen: str = ""
+) -> str:  # fmt: skip
+    """The page. `live` is the address from which a served page hears of what came after the version `seen`; a file has none."""
     import penstock
 
     data, columns = page_data(subjects, shared, with_paths=with_paths)
-    data |= {"title": _plain(title, with_paths), "version": penstock.__version__, "live": live, "viewer": VIEWER if live else ""}
+    data |= {"title": _plain(title, with_paths), "version": penstock.__version__}
+    data |= {"live": live, "seen": seen, "viewer": VIEWER if live else ""}
     style, code = _asset("page.css"), script()
     policy = (
         f"default-src 'none'; script-src {_hash(code)}; style-src {_hash(style)}; img-src data: blob:; base-uri 'none'; form-action 'none'"

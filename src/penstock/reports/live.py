@@ -2,7 +2,7 @@
 
     GET /TOKEN/           the page
     GET /TOKEN/data       its data, as the folder has it now
-    GET /TOKEN/events     server-sent events: `changed` when the folder has grown
+    GET /TOKEN/events?V   server-sent events: `changed` when the folder is no longer that of version V, which the page has shown
 
 Whoever does not know the token, or asks for another host than this machine (a page elsewhere whose name was pointed at it), gets nothing.
 The run is never touched: only its files are read, and only as often as a small share of a core allows.
@@ -10,6 +10,7 @@ The run is never touched: only its files are read, and only as often as a small 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -61,16 +62,22 @@ class LivePage:
             return (-1,)
         return changed, *((one.st_size, one.st_mtime_ns) for one in stats)
 
-    def is_due(self, seen: tuple[Any, ...]) -> bool:
-        """Whether there is more than somebody has seen, and it may be read now."""
-        return time.monotonic() >= self._next_s and self.stamp() != seen
+    def news(self, seen: str) -> str | None:
+        """The version of the run, if it is another than somebody has seen and may be read now."""
+        with self._lock:  # a reading that goes on may have begun before the news
+            version = _version(self.stamp())
+            return version if version != seen and time.monotonic() >= self._next_s else None
 
     def subject(self) -> Subject:
         """The run's views, or what keeps it from being shown."""
+        return self._shown()[0]
+
+    def _shown(self) -> tuple[Subject, str]:
+        """The same, and of which version of the run it is."""
         with self._lock:
             stamp = self.stamp()
             if self._read is not None and (self._read[0] == stamp or time.monotonic() < self._next_s):
-                return self._read[1]
+                return self._read[1], _version(self._read[0])
             begun = time.process_time()
             try:
                 subject = run_subject(read_run_facts(self.folder, self._memo.files), memo=self._memo)
@@ -78,17 +85,23 @@ class LivePage:
                 subject = Subject("run", self.folder.name, (View("glance", "Glance", [Text(str(error), note=True)]),))
             self._next_s = time.monotonic() + max(_LEAST_S, (time.process_time() - begun) / _SHARE)
             self._read = stamp, subject
-            return subject
+            return subject, _version(stamp)
 
     def html(self) -> str:
         """The page."""
-        return document(self.folder.name, [self.subject()], [], live=f"/{self.token}")
+        subject, version = self._shown()
+        return document(self.folder.name, [subject], [], live=f"/{self.token}", seen=version)
 
     def data(self) -> str:
         """The data that the page asks for when it was told of news."""
         data, texts = page_data([self.subject()], [])
         told = {**data, "title": self.folder.name, "version": penstock.__version__, "live": f"/{self.token}", "viewer": VIEWER}
         return json.dumps({"data": told, "texts": texts}, allow_nan=False)
+
+
+def _version(stamp: tuple[Any, ...]) -> str:
+    """A stamp as addresses may have it."""
+    return hashlib.sha256(repr(stamp).encode()).hexdigest()[:16]
 
 
 def _watched(names: list[str]) -> list[str]:
@@ -135,7 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers those who know the token, and came by this machine's own name."""
         page, port = self.server.page, self.server.server_port
-        prefix, slash, rest = self.path.partition("?")[0].removeprefix("/").partition("/")
+        path, _, query = self.path.partition("?")
+        prefix, slash, rest = path.removeprefix("/").partition("/")
         if self.headers.get("Host") not in (f"{HOST}:{port}", f"localhost:{port}"):
             self.send_error(403, "another host was asked for")
         elif not secrets.compare_digest(prefix.encode(), page.token.encode()) or not slash:
@@ -145,7 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif rest == "data":
             self._answer(page.data(), "application/json")
         elif rest == "events":
-            self._tell_news()
+            self._tell_news(query)
         else:
             self.send_error(404)
 
@@ -164,14 +178,15 @@ class _Handler(BaseHTTPRequestHandler):
         self._begin(kind, len(body))
         self.wfile.write(body)
 
-    def _tell_news(self) -> None:
-        """One event whenever the folder has grown; a line of comment now and then shows whether anybody still listens."""
+    def _tell_news(self, seen: str) -> None:
+        """One event whenever the folder has grown beyond the version `seen`; a line of comment now and then shows whether anybody still
+        listens."""
         self._begin("text/event-stream")
-        page, seen, quiet = self.server.page, self.server.page.stamp(), 0
+        quiet = 0
         try:
             while not self.server.stop.wait(_POLL_S):
-                if page.is_due(seen):
-                    seen, quiet = page.stamp(), 0
+                if (version := self.server.page.news(seen)) is not None:
+                    seen, quiet = version, 0
                     self.wfile.write(b"event: changed\ndata: \n\n")
                 elif (quiet := quiet + 1) % 20 == 0:
                     self.wfile.write(b": still here\n\n")

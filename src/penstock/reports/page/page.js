@@ -45,12 +45,12 @@ async function start() {
   addEventListener("resize", redraw);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", redraw); // paper is light
   document.body.dataset.ready = "yes";
-  if (told.live) follow(told.live);
+  if (told.live) follow(told.live, told.seen);
 }
 
-/** Draws anew whenever the server says that the run has gone on; what was chosen and scrolled to stays. */
-function follow(address) {
-  const news = new EventSource(`${address}/events`);
+/** Draws anew whenever the server says that the run has gone on since the version that was seen; what was chosen and scrolled to stays. */
+function follow(address, seen) {
+  const news = new EventSource(`${address}/events?${seen}`);
   news.addEventListener("changed", async () => {
     const { data, texts } = await (await fetch(`${address}/data`)).json(), number = Number(document.getElementById("subject")?.value ?? 0), y = scrollY;
     show(await loaded(data, texts), number);
