@@ -51,13 +51,14 @@ def rehearsed(plan: Plan, data: str, folder: Path, capsys: pytest.CaptureFixture
     ids=["fixed", "dynamic", "interleaved"],
 )
 def test_measured_is_what_was_predicted(plan: Plan, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing ends before it was predicted to; how much later it does depends on what else the machine runs."""
+    """Nothing ends before it was predicted to; how much later it does depends on what else the machine runs. A step after a late one may
+    be shorter, since devices keep to their clock."""
     found = rehearsed(plan, data, tmp_path, capsys)
-    assert found["time_s"] > 0.9 * found["predicted_time_s"]
+    records = read_steps(tmp_path / "run" / "steps.jsonl")
+    assert max(record.time_s or 0.0 for record in records) > 0.9 * found["predicted_time_s"]
     for stage in found["stages"]:
         for kind in ("forward", "backward"):
             assert stage[f"{kind}_measured_s"] > 0.75 * stage[f"{kind}_predicted_s"] - 0.01
-    records = read_steps(tmp_path / "run" / "steps.jsonl")
     assert [record.step for record in records] == list(range(STEPS)) and all(record.loss is None and record.tokens for record in records)
     assert run(["trace", str(tmp_path / "run"), "--out", str(tmp_path / "trace.json"), "--json"]) == 0
     traced = json.loads(capsys.readouterr().out)
