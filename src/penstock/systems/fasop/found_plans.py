@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +20,7 @@ from pydantic import Field
 from penstock.errors import InputError, plural
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.validity import require_valid
-from penstock.systems.fasop.rows import layer_starts
+from penstock.systems.fasop.rows import stage_ops
 from penstock.systems.tables import Count, read_checked
 
 if TYPE_CHECKING:
@@ -65,24 +65,16 @@ def to_plan(
     global_batch: int,
 ) -> Plan:  # fmt: skip
     """The plan for `model` on the nodes of `cluster`, in the order of their numbers; GPUs that it does not name idle."""
-    starts, samples = layer_starts(model), found.stages[0].mbs * found.stages[0].dp
-    layers = [stage.layers for stage in found.stages]
-    if sum(layers) != len(starts):
-        raise InputError(
-            f"the plan has {plural(sum(layers), 'layer')}, embedding and head included; model '{model.name}' has {len(starts)}. "
-            "Use the model that the setting is for."
-        )
+    ops, samples = stage_ops(model, [stage.layers for stage in found.stages], "the plan"), found.stages[0].mbs * found.stages[0].dp
     for index, stage in enumerate(found.stages):
         if stage.mbs * stage.dp != samples:
             raise InputError(
                 f"stage {index} has micro-batches of {stage.mbs} × {stage.dp} samples, stage 0 of {samples}. "
                 "All stages of a plan have as many."
             )
-    bounds = [*starts, model.num_ops]
-    cuts = pairwise(bounds[count] for count in (0, *accumulate(layers)))
     stages = tuple(
         Stage(first, last, (ranks,), Degrees(stage.tp, stage.dp))
-        for stage, ranks, (first, last) in zip(found.stages, _ranks(found, cluster), cuts, strict=True)
+        for stage, ranks, (first, last) in zip(found.stages, _ranks(found, cluster), ops, strict=True)
     )
     plan = Plan(
         model_ref, cluster_ref, global_batch, stages, MicroBatching("padded", "fixed", samples), seq_length=model.seq_length,

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InputError, plural
 from penstock.plans.plan import Degrees, MicroBatching, Plan, Stage
 from penstock.plans.ranks import stage_ranks
 from penstock.plans.validity import require_valid
-from penstock.systems.fasop.rows import FasopRow, layer_starts, require_sides_apart
+from penstock.systems.fasop.rows import FasopRow, require_sides_apart, stage_ops
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
@@ -72,7 +72,6 @@ def to_plan(
     global_batch: int,
 ) -> Plan:  # fmt: skip
     """The plan of a row, in the model's own precision: a row has no word for it. Its dp becomes replicas."""
-    starts = layer_starts(model)
     if row.node_placement != tuple(node.name for node in cluster.nodes):
         raise _other_nodes(row, cluster)
     used = row.tp * row.dp * row.pp
@@ -86,16 +85,9 @@ def to_plan(
         raise InputError(
             f"FASOP's row has the partition {list(row.partition)}; 1 layer or more for each of {plural(row.pp, 'stage')} was expected."
         )
-    if sum(row.partition) != len(starts):
-        raise InputError(
-            f"FASOP's row has {plural(sum(row.partition), 'layer')}, embedding and head included; model '{model.name}' has {len(starts)}. "
-            "Use the model that the row is for."
-        )
-    bounds = [*starts, model.num_ops]
-    cuts = [bounds[count] for count in (0, *accumulate(row.partition))]
     stages = tuple(
         Stage(first, last, stage_ranks(index * row.tp, row.tp, row.dp), Degrees(row.tp))
-        for index, (first, last) in enumerate(pairwise(cuts))
+        for index, (first, last) in enumerate(stage_ops(model, row.partition, "FASOP's row"))
     )
     plan = Plan(
         model_ref, cluster_ref, global_batch, stages, MicroBatching("padded", "fixed", row.mbs), num_replicas=row.dp,

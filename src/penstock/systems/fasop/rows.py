@@ -10,8 +10,9 @@ import csv
 import io
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "read_fasop_rows",
     "require_sides_apart",
     "row_of_plan",
+    "stage_ops",
     "write_fasop_rows",
 ]
 
@@ -208,6 +210,18 @@ def layer_starts(model: Model) -> list[int]:
     blocks = block_ranges(model)
     decoder = any(name == "bridge" for name, _ in blocks)
     return [first for name, (first, _) in blocks if not (decoder and name == "head")]
+
+
+def stage_ops(model: Model, layers: Sequence[int], what: str) -> list[tuple[int, int]]:
+    """The ops of each stage from its layers; `what` has them, and is refused if the model has others."""
+    starts = layer_starts(model)
+    if sum(layers) != len(starts):
+        raise InputError(
+            f"{what} has {plural(sum(layers), 'layer')}, embedding and head included; model '{model.name}' has {len(starts)}. "
+            "Use the model that it is for."
+        )
+    bounds = [*starts, model.num_ops]
+    return list(pairwise(bounds[count] for count in (0, *accumulate(layers))))
 
 
 def require_sides_apart(plan: Plan, model: Model) -> None:
