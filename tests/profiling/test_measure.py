@@ -20,6 +20,7 @@ from penstock.profiling.measure import (
     _host_of_whole,
     _medians,
     _run,
+    _warm_up,
     _without_marks,
     measure_ops,
     random_carry,
@@ -185,3 +186,24 @@ def test_medians_leave_the_first_of_many_copies_out() -> None:
     low, _, high = statistics.quantiles([one + 2.0 for one in forward], n=4)
     assert (found.forward_s, found.backward_s, found.forward_host_s, found.backward_host_s) == (3.0, 2.0, 3.0, 4.0)
     assert found.spread == pytest.approx((high - low) / 2 / 5.0) and found.growth_bytes == 7.0
+
+
+@pytest.mark.parametrize(("took_s", "issued_s", "passes"), [(0.005, 0.001, 102), (0.2, 0.01, 4), (0.005, 0.0045, 2)])
+def test_what_keeps_a_device_busy_is_timed_at_the_clocks_of_lasting_load(
+    took_s: float, issued_s: float, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a second of passes goes before, of short ones as of long ones; not where the device waits for its host."""
+    ran = []
+    now = [0.0]
+    monkeypatch.setattr("penstock.profiling.measure.time.perf_counter", lambda: now[0])
+
+    class Device(CpuTimes):
+        def finish(self) -> None:
+            now[0] += took_s - issued_s
+
+    def once() -> None:
+        ran.append(now[0])
+        now[0] += issued_s
+
+    assert _warm_up(once, Device(), 2, 0.5) == pytest.approx((took_s, issued_s))
+    assert len(ran) == passes

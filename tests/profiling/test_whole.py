@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from penstock.models import resolve_model
 from penstock.models.modules import build_chain
 from penstock.profiling.grid import Lengths
 from penstock.profiling.measure import hold_gradients, random_model_batch
-from penstock.profiling.whole import LASTING_S, ROUNDS, TURNS, WholeChain
+from penstock.profiling.whole import LASTING_S, LOADED_S, ROUNDS, TURNS, WholeChain
 from penstock.timing.pass_times import rerun_positions
 
 CPU = torch.device("cpu")
@@ -47,15 +46,17 @@ def test_the_calmest_moment_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) 
     assert asked == [False, True] * TURNS
 
 
-def test_each_round_has_shapes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of which the first pass, that finds kernels and memory, does not count."""
-    times: Iterator[float] = iter(range(1, 1000))
+def test_each_round_has_shapes_of_its_own_which_run_until_clocks_are_those_of_lasting_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short one pass is; those passes do not count."""
+    now, times = [0.0], iter(range(1, 1000))
+    monkeypatch.setattr("penstock.profiling.whole.time.perf_counter", lambda: now[0])
     timed: list[tuple[Any, float]] = []
-    warm: list[Any] = []
+    loading: list[Any] = []
 
     def passes_s(batch: Any, recompute: Any, count: int) -> float:
-        if batch.shape not in warm:
-            warm.append(batch.shape)
+        now[0] += 0.3 * LOADED_S
+        if count == 1:
+            loading.append(batch.shape)
             return 1e9
         timed.append((batch.shape, float(next(times))))
         return timed[-1][1]
@@ -66,6 +67,7 @@ def test_each_round_has_shapes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
         found = chain._device_factor(number, 1.0)
         assert found == pytest.approx(statistics.geometric_mean([took_s / 2.0 for _, took_s in timed[known:]]))
     shapes = [shape for shape, _ in timed]
+    assert loading == [shape for shape in shapes for _ in range(4)]
     assert len(set(shapes)) == len(shapes) == 4 * ROUNDS and {shape.layout for shape in shapes} == {"padded", "packed"}
 
 

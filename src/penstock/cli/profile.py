@@ -45,7 +45,7 @@ def profile(
     ] = 0,
     warm_up: Annotated[
         float | None,
-        typer.Option(callback=within(0, BIG), help="Seconds that a large shape runs before it is timed; 0.2 on a GPU if not given."),
+        typer.Option(callback=within(0, BIG), help="Seconds that work runs which fills the device before it is timed; 0.5 on a GPU."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:

@@ -152,7 +152,8 @@ def measure_ops(
     """Runs the ops a few times and returns the medians of each distinct op over its copies and the repeats; `run` runs them, where they
     have no passes of their own.
 
-    Work that fills the device is first run for `warmup_s`, since clocks under lasting load are lower than in a short burst.
+    Work that keeps the device busy is first run for `warmup_s`, however short one pass of it is: clocks under lasting load are lower than
+    in a burst, and sizes that are measured at other clocks than their neighbours look better than they are.
     """
     device = next((p.device for op in ops for p in op.parameters()), torch.device("cpu"))
     dtype = next((p.dtype for op in ops for p in op.parameters()), torch.float32)
@@ -165,7 +166,7 @@ def measure_ops(
     took_s, issued_s = _warm_up(partial(once, clock), clock, warmups, warmup_s)
     # Where the device is done as soon as the host has issued its work, it is kept busy first: what lies between two marks is then the
     # device's own time, and not how long it waited for the host.
-    ahead_s = 0.0 if took_s > 1.3 * issued_s else 1.5 * issued_s
+    ahead_s = 0.0 if _device_decides(took_s, issued_s) else 1.5 * issued_s
     passes = []
     for _ in range(repeats if took_s > 0.02 else 3 * repeats):
         if ahead_s:
@@ -213,17 +214,22 @@ def _op_times(clock: Marks, a: Any, b: Any, c: Any, d: Any) -> OpTimes:
 
 
 def _warm_up(once: Callable[[], object], clock: Marks, warmups: int, warmup_s: float) -> tuple[float, float]:
-    """Runs at least `warmups` times, and large work for at least `warmup_s`; returns the time of one run and of issuing it."""
+    """Runs at least `warmups` times, and work that keeps the device busy for at least `warmup_s`; the time of one run and of issuing it."""
     for _ in range(warmups):
         start = time.perf_counter()
         once()
         issued_s = time.perf_counter() - start
         clock.finish()
         took_s = time.perf_counter() - start
-    if took_s > 0.01:
+    if _device_decides(took_s, issued_s):
         for _ in range(int(warmup_s / took_s)):
             once()
     return took_s, issued_s
+
+
+def _device_decides(took_s: float, issued_s: float) -> bool:
+    """Whether a run takes as long as its device does, and not as long as its host issues it."""
+    return took_s > 1.3 * issued_s
 
 
 def _books(once: Any) -> list[tuple[float, float, float]]:

@@ -51,8 +51,8 @@ from penstock.runtime.parallel.module_chain import ModuleChain, cut_module
 
 __all__ = ["Profiler", "random_model_batch"]
 
-WARMUP_S = 0.2
-"""How long a GPU works on a large shape before it is timed."""
+WARMUP_S = 0.5
+"""How long a GPU works on a shape that keeps it busy before it is timed."""
 RESTLESS = 0.1
 """Spread above which a measurement is made again."""
 NOISY = 0.25
@@ -77,7 +77,7 @@ class Profiler:
     repeats: int = 0
     """Passes that are timed of each shape, three times as many of short ones; 0: 4 on a GPU, 2 on a processor."""
     warm_up_s: float | None = None
-    """Seconds that a large shape runs before it is timed; None: a fifth of a second on a GPU, none on a processor."""
+    """Seconds that a shape which keeps its device busy runs before it is timed; None: half a second on a GPU, none on a processor."""
     _deadline_s: float = float("inf")
 
     @classmethod
