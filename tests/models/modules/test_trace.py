@@ -291,6 +291,14 @@ def test_ops_say_which_weights_they_have() -> None:
     assert [spec.dims for spec in model.carry_before(3)] == [("tokens", 32)] * 2, "the hidden state and the long skip, no mask"
 
 
+def test_a_forward_pass_that_writes_to_its_weights_is_refused() -> None:
+    """Processes that see other samples would keep other weights; buffers, such as running statistics, are what such passes may write to."""
+    wild = nn.Sequential(nn.Embedding(16, 8, max_norm=0.5), nn.Linear(8, 16))
+    with pytest.raises(InputError, match=r"trace of 'wild' at 2 .*: the forward pass changes 0.weight, as .* with max_norm"):
+        trace_module(wild, lambda samples, length: (torch.zeros(samples, length, dtype=torch.long),), "wild")
+    trace_module(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.zeros(4, 8), "calm")
+
+
 def test_a_tensor_that_leaves_a_unit_by_a_side_door_is_refused() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:

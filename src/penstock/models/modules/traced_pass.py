@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from penstock.errors import InputError
+from penstock.errors import InputError, first_of
 from penstock.models.modules.cutting.dividing import Division, divided_weights
 from penstock.models.modules.cutting.skipping import Call, Skipping
 from penstock.models.modules.parallel import TensorParallel
@@ -200,6 +200,7 @@ class TracedPass(TorchDispatchMode):
         finally:
             for hook in hooks:
                 hook.remove()
+        self._require_unchanged(state)
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         self.handed = [{site: found[site] for site in cut.sites} for cut in self.chain.cuts] + [
             dict(enumerate({storage_of(x): x for x in outputs}.values()))
@@ -209,6 +210,15 @@ class TracedPass(TorchDispatchMode):
         self.backward = True
         with self:
             torch.autograd.backward(roots, [torch.empty_like(x) for x in roots])
+
+    def _require_unchanged(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Refuses a module whose forward pass writes to its weights: each process would change its own copy by the samples it sees."""
+        weights = {name for name, _ in self.owner.values()}
+        if changed := [name for name, x in state.items() if name in weights and x._version]:
+            raise InputError(
+                f"the forward pass changes {first_of(changed, 3)}, as nn.Embedding does with max_norm. Processes that hold the same "
+                "weights would no longer agree. Leave max_norm out, or scale what the forward pass reads and not the weights."
+            )
 
     def _start(self, path: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
