@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from penstock.plans.build import uniform_plan
-from penstock.reports.blocks import Block, Facts, Heat, Table, Text
-from penstock.reports.run_views import RunFacts, RunMemo, _chosen, _devices, _glance, _notes, _passes, _timeline
+from penstock.reports.blocks import Block, Charts, Facts, Heat, Table, Text
+from penstock.reports.run_views import RunFacts, RunMemo, _chosen, _curves, _devices, _glance, _notes, _passes, _timeline
 from penstock.reports.tables import table_of
 from penstock.runtime.telemetry.spans import COMPUTE, KINDS, RECORD, TRANSFER, WAIT
 from penstock.runtime.telemetry.spans_reader import RankSpans
@@ -68,6 +69,18 @@ def test_a_glance_has_medians_and_the_last_loss() -> None:
     assert values(blocks) == {"step": 0.3, "predicted": pytest.approx(slow_s), "tokens/s": 30.0, "MFU": 0.3, "loss": 4.0, "events": 0}
     [text] = [block for block in blocks if isinstance(block, Text)]
     assert text.text == f"A run of 3 steps, the last of them 2, 300 ms each in the median, {0.3 / slow_s:.2f} times what was predicted."
+
+
+def test_evaluations_are_drawn_beside_the_loss() -> None:
+    """Where there were any, as points among steps without; the last of them is told."""
+    steps = (STEPS[0], msgspec.structs.replace(STEPS[1], held_out_loss=6.0, held_out_accuracy=0.25), STEPS[2])
+    assert values(_glance(facts_of(steps=steps), {}))["held-out loss"] == 6.0
+    [charts] = [block for block in _curves(facts_of(steps=steps), {}) if isinstance(block, Charts)]
+    found = {tuple(line.name for line in lines): [line.values.tolist() for line in lines] for lines in charts.charts}
+    assert found["loss", "held-out loss"] == [[9.0, 5.0, 4.0], pytest.approx([np.nan, 6.0, np.nan], nan_ok=True)]
+    assert found["held-out accuracy",] == [pytest.approx([np.nan, 0.25, np.nan], nan_ok=True)]
+    [charts] = [block for block in _curves(facts_of(), {}) if isinstance(block, Charts)]
+    assert ("loss",) in [tuple(line.name for line in lines) for lines in charts.charts]
 
 
 def test_lost_spans_of_all_ranks_and_missing_ranks_are_told() -> None:

@@ -48,6 +48,8 @@ def test_a_run_goes_on_under_another_plan(data: str, tmp_path: Path) -> None:
     assert [one.step for one in straight.evaluated] == [4, 6] and straight.evaluated[1].loss < straight.evaluated[0].loss
     records = read_steps(tmp_path / "first" / "steps.jsonl")
     assert [record.loss for record in records] == list(straight.losses) and all(record.tokens for record in records)
+    held_out = [(one.step + 1, one.held_out_loss, one.held_out_accuracy) for one in records if one.held_out_loss is not None]
+    assert held_out == [(one.step, one.loss, one.accuracy) for one in straight.evaluated]
     assert sorted(path.name for path in (tmp_path / "first").glob("*.spans")) == ["rank-00000.spans", "rank-00001.spans"]
     assert set(straight.stages) == {0, 1} and straight.stages[0].num_passes > 0
 

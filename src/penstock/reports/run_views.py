@@ -6,7 +6,7 @@ them with its data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -187,6 +187,7 @@ def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     steps = run.steps
     time_s, expected_s = _median([one.time_s for one in steps]), _median(list(_steps_s(run, predicted).values()))
     losses = [one.loss for one in steps if one.loss is not None]
+    held_out = [one.held_out_loss for one in steps if one.held_out_loss is not None]
     done = plural(len(steps), "step") + (f", the last of them {steps[-1].step}" if steps else "")
     middle = "" if time_s is None else f", {format_time(time_s)} each in the median"
     beside = "" if time_s is None or expected_s is None else f", {time_s / expected_s:.2f} times what was predicted"
@@ -195,6 +196,7 @@ def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
         Fact("tokens/s", _median([one.tokens_per_s for one in steps]), "count", "measured, median"),
         Fact("MFU", _median([one.mfu for one in steps]), "share"),
         Fact("loss", losses[-1] if losses else None, "number", "of the last step"),
+        Fact("held-out loss", held_out[-1] if held_out else None, "number", "of the last evaluation"),
         Fact("waiting for programs", _median([one.planning_wait_s for one in steps]), "time", "median of a step"),
         Fact("events", len(run.events), "count", "noticed or decided"),
     ]  # fmt: skip
@@ -239,7 +241,7 @@ def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     if not steps:
         return [Text("No step has ended yet.", note=True)]
     columns = {
-        "loss": ("loss", "number"), "tokens_per_s": ("tokens/s", "count"), "mfu": ("MFU", "share"),
+        "held_out_accuracy": ("held-out accuracy", "share"), "tokens_per_s": ("tokens/s", "count"), "mfu": ("MFU", "share"),
         "gradient_norm": ("gradient norm", "number"), "learning_rate": ("learning rate", "number"),
         "padding_share": ("padding, replica of rank 0", "share"), "planning_wait_s": ("waiting for programs", "time"),
         "bubble_share": ("not computing, rank 0", "share"), "allocated_bytes": ("memory in use, rank 0", "bytes"),
@@ -248,12 +250,16 @@ def _curves(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
     if predicted:
         expected = _steps_s(run, predicted)
         times.append(ChartLine("step, predicted", "time", as_array(expected.get(one.step) for one in steps)))
-    charts = [tuple(times)]
-    for name, (title, unit) in columns.items():
-        values = [getattr(one, name) for one in steps]
-        if any(value is not None for value in values):
-            charts.append((ChartLine(title, unit, as_array(values)),))
+    charts = [tuple(times), _lines(steps, {"loss": ("loss", "number"), "held_out_loss": ("held-out loss", "number")})]
+    charts += [_lines(steps, {name: line}) for name, line in columns.items()]
+    charts = [lines for lines in charts if lines]
     return [Charts("steps", "step", np.array([one.step for one in steps], np.int64), tuple(charts)), *_passes(run, predicted)]
+
+
+def _lines(steps: Sequence[StepRecord], columns: Mapping[str, tuple[str, str]]) -> tuple[ChartLine, ...]:
+    """Lines of one chart, by field of a step its title and unit; those of which no step knows anything are left out."""
+    found = {name: [getattr(one, name) for one in steps] for name in columns}
+    return tuple(ChartLine(*columns[name], as_array(values)) for name, values in found.items() if any(one is not None for one in values))
 
 
 def _passes(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:

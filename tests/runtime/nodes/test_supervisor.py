@@ -22,7 +22,7 @@ from penstock.runtime.nodes.succession import LeaderLostError, LedBy
 from penstock.runtime.nodes.supervisor import Supervisor, _NodeJoins
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery
-from penstock.runtime.request import GoingOn, NodePlace, TrainRequest
+from penstock.runtime.request import EvalRecord, GoingOn, NodePlace, TrainRequest, TrainResult
 from penstock.runtime.run_folder import put_in_force
 from penstock.runtime.workers import WorkerError
 
@@ -30,7 +30,11 @@ from penstock.runtime.workers import WorkerError
 def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> None:
     """A run of 80 steps went back to the 50th, and did twelve of them again before the node that led was lost."""
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2, pp=2)
+    told = '"loss":1.0,"held_out_loss":{loss},"held_out_accuracy":0.5'
     lines = [f'{{"step":{step},"loss":1.0}}\n' for step in (*range(80), *range(50, 62))]
+    lines[39] = f'{{"step":39,{told.format(loss=2.5)}}}\n'  # of the run that this one goes on with
+    lines[59] = f'{{"step":59,{told.format(loss=9.5)}}}\n'  # done again, by other steps before it
+    lines[-3] = f'{{"step":59,{told.format(loss=2.0)}}}\n'
     (tmp_path / "steps.jsonl").write_text("".join(lines))
     put_in_force(tmp_path, 50, plan)
     request = TrainRequest(plan, "data", 100, str(tmp_path))
@@ -39,6 +43,7 @@ def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> N
     taken: Any = SimpleNamespace(node=0, why="it is silent", has_left=False)
     found = Supervisor(request, 50, lambda: None)._taken_over(recovery, nodes, taken)
     assert found == GoingOn(50, False) and recovery.done == 62
+    assert recovery.whole(TrainResult(50, 0, (), (), 0.0, 0.0, {}, None)).evaluated == (EvalRecord(60, 2.0, 0.5),)
 
 
 def test_what_ended_a_run_is_told_though_its_copies_cannot_be_written(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def test_a_step_is_written_and_told_with_the_notes_before_it(tmp_path: Path) -> 
     first, second = told
     assert first == StepReport(3, 5.5, 100.0, None, evaluated, ("one.", "two.", "slow."))
     assert (second.step, second.notes) == (4, ()) and second.loss != second.loss
-    assert [(one.step, one.samples, one.plan) for one in read_steps(tmp_path / STEPS)] == [(3, "0a", 2), (4, "0b", 2)]
+    written = read_steps(tmp_path / STEPS)
+    assert [(one.step, one.samples, one.plan) for one in written] == [(3, "0a", 2), (4, "0b", 2)]
+    assert [(one.held_out_loss, one.held_out_accuracy) for one in written] == [(2.0, 0.5), (None, None)]
     assert records.evaluated == [evaluated]
 
 

@@ -113,7 +113,7 @@ export function curves({ title, x_name: xName, x, charts, steps }) {
     }
   }
   function summary() {
-    const last = (values) => values[values.length - 1];
+    const last = (values) => values.findLast(Number.isFinite) ?? NaN;
     return `${title}: ${plural(x.length, "point")}; ` + charts.flat().map((curve) => `${curve.name} ends at ${shown(last(curve.values), curve.unit)}`).join("; ");
   }
   const columns = [xName, ...charts.flat().map((curve) => curve.name)];

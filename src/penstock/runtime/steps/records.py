@@ -82,15 +82,16 @@ class RunRecords:
         self.losses.append(loss)
         self.times_s.append(record.time_s or 0.0)
         self.tokens.append(record.tokens or 0)
-        if trained.evaluated is not None:
-            self.evaluated.append(trained.evaluated)
+        if (evaluated := trained.evaluated) is not None:
+            self.evaluated.append(evaluated)
+            record = msgspec.structs.replace(record, held_out_loss=evaluated.loss, held_out_accuracy=evaluated.accuracy)
         if self._log is None:
             return
         record = msgspec.structs.replace(record, samples=trained.samples, plan=self.plan_number)
         self._log.write(record)
         self._note_silence((("steps", self._log.error), ("spans", self._spans.error)))
         rate = record.tokens_per_s or 0.0
-        self._worker.tell(StepReport(record.step, loss, rate, record.gpu_utilisation, trained.evaluated, tuple(self._notes)))
+        self._worker.tell(StepReport(record.step, loss, rate, record.gpu_utilisation, evaluated, tuple(self._notes)))
         self._notes.clear()
 
     def _note_silence(self, errors: Iterable[tuple[str, object]]) -> None:

@@ -53,6 +53,9 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Digest of the samples: the same under every plan that trains each of them once."""
     plan: int | None = None
     """Which of the run's plans was in force: 0, and one more after each move."""
+    held_out_loss: float | None = None
+    """Of the evaluation after this step, if there was one; so is the share of labels that the most likely outputs hit."""
+    held_out_accuracy: float | None = None
 
 
 def padding_share(micro_batches: Iterable[MicroBatch]) -> float | None:
