@@ -37,9 +37,11 @@ class RunLock:
         return (found.st_ino, found.st_dev) == (own.st_ino, own.st_dev)
 
     def beat(self) -> None:
-        """Shows whoever looks at `lock_word` that this process goes on."""
+        """Shows whoever looks at `lock_word` that this process goes on, from another machine too: NFS keeps what is written back until a
+        file is closed or synchronised."""
         self._beats += 1
         os.pwrite(self._handle, f"beat {self._beats}\n".encode(), self._end)
+        os.fdatasync(self._handle)
 
 
 def lock_word(folder: Path) -> bytes:
