@@ -14,7 +14,7 @@ from penstock.models import resolve_model
 from penstock.models.modules import build_chain
 from penstock.profiling.grid import Lengths
 from penstock.profiling.measure import hold_gradients, random_model_batch
-from penstock.profiling.whole import LASTING_S, LOADED_S, ROUNDS, TURNS, WholeChain
+from penstock.profiling.whole import LASTING_S, ROUNDS, TURNS, WholeChain
 from penstock.timing.pass_times import rerun_positions
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def chain_of(passes_s: Any, monkeypatch: pytest.MonkeyPatch) -> WholeChain:
     """One whose passes take what is said, and whose parts 2 s on the device and 0.5 s on the host."""
     monkeypatch.setattr(WholeChain, "_passes_s", lambda _, batch, recompute, count=4: passes_s(batch, recompute, count))
     monkeypatch.setattr(WholeChain, "_sum_of_parts", lambda _, shape, names: 0.5 if names is HOST_COLUMNS else 2.0)
-    return WholeChain(GPT, build_chain(GPT), DeviceCosts(DeviceProfile({})), CPU)
+    return WholeChain(GPT, build_chain(GPT), DeviceCosts(DeviceProfile({})), CPU, 0.5)
 
 
 def test_the_calmest_moment_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_each_round_has_shapes_of_its_own_which_run_until_clocks_are_those_of_la
     loading: list[Any] = []
 
     def passes_s(batch: Any, recompute: Any, count: int) -> float:
-        now[0] += 0.3 * LOADED_S
+        now[0] += 0.15
         if count == 1:
             loading.append(batch.shape)
             return 1e9
@@ -95,7 +95,7 @@ def test_real_passes_take_time() -> None:
     chain = build_chain(model)
     hold_gradients(chain.parameters())
     batch = random_model_batch(model, Lengths(2, 8), CPU)
-    assert WholeChain(model, chain, DeviceCosts(DeviceProfile({})), CPU)._passes_s(batch, (1, 2), 1) > 0
+    assert WholeChain(model, chain, DeviceCosts(DeviceProfile({})), CPU, 0.5)._passes_s(batch, (1, 2), 1) > 0
     assert any(parameter.grad is not None and parameter.grad.any() for parameter in chain.parameters())
 
 
@@ -108,5 +108,5 @@ def test_the_time_of_a_pass_is_the_mean_of_those_that_were_run(monkeypatch: pyte
         return {"loss": torch.zeros((), requires_grad=True)}
 
     monkeypatch.setattr("penstock.profiling.whole.time.perf_counter", lambda: now[0])
-    whole = WholeChain(GPT, passes, DeviceCosts(DeviceProfile({})), CPU)  # type: ignore[arg-type]
+    whole = WholeChain(GPT, passes, DeviceCosts(DeviceProfile({})), CPU, 0.5)  # type: ignore[arg-type]
     assert [whole._passes_s(None, (), count) for count in (1, 2, 4)] == [3.0] * 3  # type: ignore[arg-type]

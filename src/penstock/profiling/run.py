@@ -98,6 +98,12 @@ class Profiler:
         """The profile of this machine's device."""
         return self.profile.devices[self.name]
 
+    @property
+    def _loaded_s(self) -> float:
+        """Seconds of work that keeps the device busy before it is timed."""
+        usual_s = WARMUP_S if self.device.type == "cuda" else 0.0
+        return usual_s if self.warm_up_s is None else self.warm_up_s
+
     def units(self, models: Sequence[Model], tps: Sequence[int], loads: Sequence[float] = ()) -> list[Unit]:
         """All work for these models that is not yet done; `loads` are numbers of processes beside which ops are measured too."""
         on_gpu = self.device.type == "cuda"
@@ -261,12 +267,10 @@ class Profiler:
         run: Run | None = None,
     ) -> Iterator[list[OpMeasure]]:
         """Measures once, and once more where the first measurement was disturbed."""
-        usual_s = WARMUP_S if self.device.type == "cuda" else 0.0
-        warm_up_s = usual_s if self.warm_up_s is None else self.warm_up_s
         for _ in range(2):
             found = measure_ops(
-                list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=max(1, repeats // 2), repeats=repeats, warmup_s=warm_up_s,
-                run=run,
+                list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=max(1, repeats // 2), repeats=repeats,
+                warmup_s=self._loaded_s, run=run,
             )  # fmt: skip
             yield found
             if _unrest(found) < RESTLESS or self._late():
@@ -306,7 +310,7 @@ class Profiler:
         model = unit.model if self._fits(unit.model) else unit.model.shortened(COPIES)
         chain = self._chain(model, 0, model.num_ops, unit)
         hold_gradients(chain.parameters())
-        whole = WholeChain(model, chain, DeviceCosts(replace(self.here, whole={})), self.device)
+        whole = WholeChain(model, chain, DeviceCosts(replace(self.here, whole={})), self.device, self._loaded_s)
         smallest = self.limits.min_tokens if model.seq_length else self.limits.min_samples
         factors = whole.factors(sweep_lengths(model, smallest), unit.round)
         known = sum(replace(unit, sweep=f"whole {number}").name in self.here.done for number in range(1, unit.round))

@@ -30,8 +30,6 @@ LASTING_S = 2.0
 """How long small work runs in each round to see the host at its own pace."""
 TURNS = 9
 """How often it runs at least."""
-LOADED_S = 0.5
-"""How long large work runs before it is timed: clocks under lasting load are lower than in a burst."""
 USUAL_TOKENS = (7_000, 9_500, 13_000, 17_000, 22_000, 28_000)
 """Sizes of large work, some for each round."""
 AHEAD = 0.8
@@ -46,6 +44,8 @@ class WholeChain:
     chain: Chain
     costs: DeviceCosts
     device: torch.device
+    warm_up_s: float
+    """How long large work runs before it is timed."""
 
     def factors(self, smallest: Lengths, round_number: int) -> WholeFactors:
         """The factors by one round; `smallest` is the work that a host takes longest for, beside the device."""
@@ -77,7 +77,7 @@ class WholeChain:
             if host * self._sum_of_parts(batch.shape, HOST_COLUMNS) > AHEAD * parts_s:
                 continue
             try:
-                self._load(batch)
+                self._warm_up(batch)
                 took_s = self._passes_s(batch, (), 2)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()
@@ -85,10 +85,11 @@ class WholeChain:
             ratios.append(took_s / parts_s)
         return statistics.geometric_mean(ratios) if ratios else 1.0
 
-    def _load(self, batch: Batch) -> None:
-        """Passes for as long as a device needs to come to the clocks of lasting load."""
+    def _warm_up(self, batch: Batch) -> None:
+        """A pass that finds kernels and memory, and others until clocks are those of lasting load."""
         began = time.perf_counter()
-        while time.perf_counter() - began < LOADED_S:
+        self._passes_s(batch, (), 1)
+        while time.perf_counter() - began < self.warm_up_s:
             self._passes_s(batch, (), 1)
 
     def _sum_of_parts(self, shape: Shape, names: Sequence[str]) -> float:

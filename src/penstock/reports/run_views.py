@@ -6,7 +6,7 @@ them with its data.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -186,8 +186,6 @@ def _steps_s(run: RunFacts, predicted: dict[int, list[Execution]]) -> dict[int, 
 def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:
     steps = run.steps
     time_s, expected_s = _median([one.time_s for one in steps]), _median(list(_steps_s(run, predicted).values()))
-    losses = [one.loss for one in steps if one.loss is not None]
-    held_out = [one.held_out_loss for one in steps if one.held_out_loss is not None]
     done = plural(len(steps), "step") + (f", the last of them {steps[-1].step}" if steps else "")
     middle = "" if time_s is None else f", {format_time(time_s)} each in the median"
     beside = "" if time_s is None or expected_s is None else f", {time_s / expected_s:.2f} times what was predicted"
@@ -195,12 +193,18 @@ def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]
         Fact("step", time_s, "time", "measured, median"), Fact("predicted", expected_s, "time", "the same steps, simulated"),
         Fact("tokens/s", _median([one.tokens_per_s for one in steps]), "count", "measured, median"),
         Fact("MFU", _median([one.mfu for one in steps]), "share"),
-        Fact("loss", losses[-1] if losses else None, "number", "of the last step"),
-        Fact("held-out loss", held_out[-1] if held_out else None, "number", "of the last evaluation"),
+        Fact("loss", _last(one.loss for one in steps), "number", "of the last step"),
+        Fact("held-out loss", _last(one.held_out_loss for one in steps), "number", "of the last evaluation"),
         Fact("waiting for programs", _median([one.planning_wait_s for one in steps]), "time", "median of a step"),
         Fact("events", len(run.events), "count", "noticed or decided"),
     ]  # fmt: skip
     return [Text(f"A run of {done}{middle}{beside}."), Facts(tuple(fact for fact in facts if fact.value is not None))]
+
+
+def _last(values: Iterable[float | None]) -> float | None:
+    """The last that is known."""
+    known = [value for value in values if value is not None]
+    return known[-1] if known else None
 
 
 def _timeline(run: RunFacts, steps: Sequence[int], predicted: dict[int, list[Execution]]) -> list[Block]:

@@ -7,7 +7,6 @@ that follows, and leads in turn when that is lost.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import signal
@@ -38,7 +37,6 @@ from penstock.runtime.request import (
     PACED,
     RECOVER,
     TIMED,
-    EvalRecord,
     GoingOn,
     MayLeave,
     NodePlace,
@@ -51,9 +49,10 @@ from penstock.runtime.run_folder import STEPS, last_step, own_folder, plan_of_ru
 from penstock.runtime.run_inputs import program_planner, run_inputs
 from penstock.runtime.run_lock import RunLock
 from penstock.runtime.run_predictions import keep_inputs
+from penstock.runtime.steps.records import report_of
 from penstock.runtime.telemetry.process_files import NODE, forget_processes, named_process
 from penstock.runtime.telemetry.status import StatusBoard
-from penstock.runtime.telemetry.steps import StepRecord, read_steps
+from penstock.runtime.telemetry.steps import read_steps
 from penstock.runtime.workers import BeginAnew, PoolSite, WorkerError, WorkerPool
 from penstock.timing.disturbance import DisturbanceStrike
 
@@ -195,7 +194,7 @@ class Supervisor:
         out, lost = Path(self.request.out), nodes.ranks[taken.node]
         last = last_step(out)  # later ones were recorded before the run went back
         done = [one for one in read_steps(out / STEPS) if one.step <= last] if (out / STEPS).is_file() else []
-        recovery.take_over(map(_report_of, done), plan_of_run(out))
+        recovery.take_over(map(report_of, done), plan_of_run(out))
         text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
         going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)
         if going_on is None:
@@ -331,15 +330,6 @@ def hearing(
 def with_safe_step(error: PenstockError, request: TrainRequest, first_step: int) -> PenstockError:
     """The failure of a run, with what of it is not lost."""
     return type(error)(f"{str(error).rstrip()}\n{safe_step(request, first_step)}")
-
-
-def _report_of(record: StepRecord) -> StepReport:
-    """What a launcher hears of a step, out of the line that the run's folder has of it."""
-    evaluated = None
-    if record.held_out_loss is not None:
-        accuracy = math.nan if record.held_out_accuracy is None else record.held_out_accuracy
-        evaluated = EvalRecord(record.step + 1, record.held_out_loss, accuracy)
-    return StepReport(record.step, record.loss, record.tokens_per_s or 0.0, evaluated=evaluated)
 
 
 def _prepare_folder(request: TrainRequest) -> None:

@@ -18,7 +18,7 @@ from penstock.runtime.telemetry.steps import LineLog, StepRecord
 from penstock.runtime.telemetry.tensorboard import tensorboard_sink
 from penstock.runtime.worker import Worker
 
-__all__ = ["RunRecords", "TrainedStep"]
+__all__ = ["RunRecords", "TrainedStep", "report_of"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +118,12 @@ class RunRecords:
         except NvmlMissing as error:
             self.note(f"no GPU utilisation, clocks and power are recorded: {error}.")
             return None
+
+
+def report_of(record: StepRecord) -> StepReport:
+    """What a launcher hears of a step, out of the line that the run's folder has of it."""
+    evaluated = None
+    if record.held_out_loss is not None:
+        accuracy = math.nan if record.held_out_accuracy is None else record.held_out_accuracy
+        evaluated = EvalRecord(record.step + 1, record.held_out_loss, accuracy)
+    return StepReport(record.step, record.loss, record.tokens_per_s or 0.0, evaluated=evaluated)
