@@ -197,18 +197,17 @@ class Trained:
         )  # fmt: skip
 
     def measure(self, point: Point) -> tuple[float, int]:
-        """(seconds, peak bytes) of a step, the shortest of three or four after two others: what else a machine does only slows it."""
+        """(seconds, peak bytes) of a step, the shortest of three or four after others: what else a machine does only slows it."""
         import torch
 
         from penstock.models.modules import run_backward
+        from penstock.profiling.run import WARMUP_S
         from penstock.runtime.optimizing.optimizer import squared_norms
 
         batch, flags = self.batch(point), recomputed(self.model, point.recompute)
         wait = torch.cuda.synchronize if self.on_gpu else lambda: None
-        times: list[float] = []
-        for step in range(5 if point.micro_batches == 1 else 6):
-            if step == 2 and self.on_gpu:
-                torch.cuda.reset_peak_memory_stats()
+
+        def step_s() -> float:
             wait()
             start = time.perf_counter()
             for _ in range(point.micro_batches):
@@ -216,8 +215,16 @@ class Trained:
             self.optimizer.step(squared_norms([p.grad for p in self.optimizer.parameters]).sum().sqrt().float().clamp(max=1.0))
             self.optimizer.zero_grad()
             wait()
-            times.append(time.perf_counter() - start)
-        return min(times[2:]), torch.cuda.max_memory_allocated() if self.on_gpu else 0
+            return time.perf_counter() - start
+
+        began, others = time.perf_counter(), 0
+        while others < 2 or (self.on_gpu and time.perf_counter() - began < WARMUP_S):
+            step_s()
+            others += 1
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        times_s = [step_s() for _ in range(3 if point.micro_batches == 1 else 4)]
+        return min(times_s), torch.cuda.max_memory_allocated() if self.on_gpu else 0
 
     def keep(self, point: Point, measured: Sequence[tuple[float, int]], found: Lines) -> None:
         """Writes a point down, if it was measured."""
