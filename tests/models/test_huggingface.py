@@ -130,10 +130,10 @@ def _split(flat: torch.Tensor, lengths: Sequence[int], layout: str) -> list[torc
 
 
 @torch.no_grad()
-def _randomise(theirs: Any) -> None:
+def _randomise(module: torch.nn.Module) -> None:
     """Weights so large that every term of the model shows in its logits; transformers' own start gives logits near zero."""
     generator = torch.Generator().manual_seed(0)
-    for name, parameter in theirs.named_parameters():
+    for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:
             parameter.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
@@ -438,7 +438,10 @@ def test_missing_config(tmp_path: Path) -> None:
 def test_own_models_export_too() -> None:
     model = gpt(GptConfig(1, 32, 4, seq_length=40, vocab=VOCAB, dtype="fp32"))
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{k: v for k, v in GPT2.items() if k != "model_type"} | {"n_layer": 1}))
-    theirs.load_state_dict(export_hf_weights(build_chain(model), model))
+    ours = build_chain(model, 0, -1)
+    _randomise(ours)
+    theirs.load_state_dict(export_hf_weights(ours, model))
+    Pair(theirs.eval(), model, ours).compare(LENGTHS, DEC_LENGTHS)
 
 
 @pytest.mark.parametrize(("field", "value"), [("rope_theta", -5.0), ("rms_norm_eps", -1.0), ("rms_norm_eps", 2.0)])
