@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.interrupts import _SAME_S
 from penstock.runtime.telemetry.steps import read_steps
+from penstock.stores.sealing import KEY_VARIABLE
 
 ENDLESS = 3_000
 """Steps of a run that somebody must end; one that is left behind because the tests were killed ends by itself after minutes."""
@@ -109,3 +111,20 @@ def test_sigterm_as_processes_of_torchrun_get_it(folder: Path, tmp_path: Path) -
     assert err.count(f"SIGTERM ended the run after {done} of {ENDLESS:,} steps") == 1, err
     assert [rank.status for rank in ranks] == [143, 143] and not any(rank.session() for rank in ranks)
     assert Checkpoint(find_checkpoint(run)).step == done
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_node_that_waits_for_another_ends_at_once(number: signal.Signals, folder: Path, tmp_path: Path) -> None:
+    """It has said whom it waits for, and has nothing to lose."""
+    (tmp_path / "two.yaml").write_text("nodes: [{device: cpu, gpus: 1, count: 2, inter: {bandwidth_gb_per_s: 1}}]\n")
+    plan = uniform_plan("gpt-tiny", str(tmp_path / "two.yaml"), global_batch=4, micro_batch=2, pp=2, layout="packed", precision="fp32")
+    write_plan(tmp_path / "plan.json", plan)
+    words = ["train", str(tmp_path / "plan.json"), *command(folder, tmp_path / "run", 3)[2:], "--on-death", "recover", "--node-rank", "1"]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        met = f"127.0.0.1:{silent.getsockname()[1]}"
+        with launched([*words, "--master", met], tmp_path, **{KEY_VARIABLE: "5e" * 32}) as node, silent.accept()[0]:
+            os.kill(node.pid, number)
+            _, err = node.ended()
+    assert node.status == 128 + number and "Traceback" not in err
+    assert f"this is node 1, which waits for node 0 at {met}" in err
+    assert f"{number.name} ended this node while it waited for its first step" in err

@@ -183,7 +183,7 @@ def run_training(trainer: PlanTrainer, *, compare: bool, json: bool, go_on: str,
     request, under_torchrun = trainer.request, _is_under_torchrun()
     unit = "tokens" if request.plan.seq_length else "images"
     first = os.environ["RANK"] == "0" if under_torchrun else request.node is None or request.node.number == 0
-    for note in trainer.notes() if first else ():
+    for note in trainer.notes() if first or not under_torchrun else ():
         say(f"note: {note}", to=err())
     verb = "rehearsing" if request.device == "timed" else "training"
     with progress(verb, request.steps - trainer.first_step, quiet=json or not first) as bar:

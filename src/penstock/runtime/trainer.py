@@ -24,7 +24,7 @@ from penstock.runtime.checkpoints.going_on import check_goes_on, run_facts
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.data_notes import data_notes
 from penstock.runtime.interrupts import Interrupts
-from penstock.runtime.nodes.place import node_key, nodes_of, processes_of, ranks_here
+from penstock.runtime.nodes.place import node_key, node_notes, nodes_of, processes_of, ranks_here
 from penstock.runtime.nodes.supervisor import Supervisor, hearing, with_safe_step
 from penstock.runtime.planner_processes import planners_of_nodes
 from penstock.runtime.rank_state import check_state
@@ -58,8 +58,9 @@ class PlanTrainer:
         """How many steps a checkpoint has behind it."""
 
     def notes(self) -> list[str]:
-        """Notes for the user before the first step: data that the plan was not made for."""
-        return data_notes(self.request)
+        """Notes for the user before the first step: data that the plan was not made for, nodes that are waited for."""
+        follows = self.request.node is not None and self.request.node.number > 0
+        return [*([] if follows else data_notes(self.request)), *node_notes(self.request)]
 
     def join(self, progress: Callable[[StepReport], None] | None = None) -> TrainResult:
         """Trains as one of the processes that torchrun started."""

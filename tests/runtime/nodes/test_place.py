@@ -11,7 +11,7 @@ from penstock.cli.main import run as main
 from penstock.errors import InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.references import cluster_of
-from penstock.runtime.nodes.place import node_facts, node_key, node_place, ranks_of_nodes, store_key, threads_here
+from penstock.runtime.nodes.place import node_facts, node_key, node_notes, node_place, ranks_of_nodes, store_key, threads_here
 from penstock.runtime.request import NodePlace, PlanningSettings, TrainRequest
 from penstock.runtime.settings import LearningRate, TrainingSettings
 from penstock.stores.sealing import KEY_FILE_VARIABLE, KEY_VARIABLE
@@ -31,6 +31,15 @@ def test_processes_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) ->
     for place, own, threads in ((None, plan, 1), (0, plan, 2), (1, plan, 2), (0, fewer, 4), (1, fewer, 16)):
         here = replace(request, node=None if place is None else NodePlace(place, "host", 1))
         assert threads_here(here, own) == threads
+
+
+def test_a_node_says_whom_it_waits_for() -> None:
+    plan = uniform_plan("gpt-tiny", "3xp4d.24xlarge", global_batch=48, micro_batch=24, dp=24)
+    request = TrainRequest(plan, "data", 1, "run")
+    assert node_notes(request) == []
+    assert node_notes(replace(request, node=NodePlace(0, "host", 7))) == ["this is node 0, which waits for 2 other nodes at host:7."]
+    (note,) = node_notes(replace(request, node=NodePlace(2, "host", 7)))
+    assert note == "this is node 2, which waits for node 0 at host:7; that one tells of the steps."
 
 
 def test_where_node_0_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from penstock.runtime.run import Watching
 
 __all__ = [
-    "ADDRESS_VARIABLE", "members_of", "node_facts", "node_key", "node_place", "nodes_of", "processes_of", "ranks_here", "ranks_of_nodes",
-    "store_key", "threads_here",
+    "ADDRESS_VARIABLE", "members_of", "node_facts", "node_key", "node_notes", "node_place", "nodes_of", "processes_of", "ranks_here",
+    "ranks_of_nodes", "store_key", "threads_here",
 ]  # fmt: skip
 
 ADDRESS_VARIABLE = "PENSTOCK_NODE_ADDRESS"
@@ -73,6 +73,16 @@ def members_of(request: TrainRequest) -> tuple[int, ...]:
 def ranks_here(request: TrainRequest) -> tuple[int, ...]:
     """The devices of this machine that have a process."""
     return nodes_of(request)[0 if request.node is None else request.node.number]
+
+
+def node_notes(request: TrainRequest) -> list[str]:
+    """Says whom this node waits for before its first step, which may be for long; nothing where a run has no other nodes."""
+    if request.node is None:
+        return []
+    node, others = request.node, len(nodes_of(request)) - 1
+    if node.number:
+        return [f"this is node {node.number}, which waits for node 0 at {node.host}:{node.port}; that one tells of the steps."]
+    return [f"this is node 0, which waits for {plural(others, 'other node')} at {node.host}:{node.port}."] if others else []
 
 
 def threads_here(request: TrainRequest, plan: Plan) -> int:

@@ -22,7 +22,7 @@ import msgspec
 from penstock.errors import PenstockError
 from penstock.runtime.devices.loads import forget_loads
 from penstock.runtime.devices.rehearsing import rehearse
-from penstock.runtime.interrupts import Interrupts
+from penstock.runtime.interrupts import Interrupted, Interrupts
 from penstock.runtime.nodes.following import CALL_S, FollowingNode, NodeLeaves, TakenLead
 from penstock.runtime.nodes.leading import MEET_AGAIN_S, LeadingNode, lost_words
 from penstock.runtime.nodes.messages import End, Leaving
@@ -208,7 +208,13 @@ class Supervisor:
         """Trains as a node that does as another says; when that is lost, as another says, or as the one that leads."""
         request, ranks, led, wait_s = self.request, ranks_here(self.request), LedBy(0, place.host, place.port, 0), CALL_S
         node: FollowingNode | None = None
-        with Interrupts(self._ask_to_end, quiet=True):
+
+        def asked(number: int) -> str:
+            if node is None or node.started is None:
+                raise Interrupted(number, f"{signal.Signals(number).name} ended this node while it waited for its first step.")
+            return self._ask_to_end(number)
+
+        with Interrupts(asked, quiet=True):
             while True:
                 try:
                     where = replace(place, host=led.host, port=led.port)
