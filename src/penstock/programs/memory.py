@@ -12,30 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.costs.memory import SLACK, MemoryBreakdown, gradient_room, rank_parameters
+from penstock.costs.memory import SLACK, MemoryBreakdown
 from penstock.costs.roofline import Roofline
 from penstock.costs.sources import open_costs
 from penstock.errors import InfeasibleError, ProfileMissingError, plural
 from penstock.models.micro_batch import MicroBatch
-from penstock.plans.degrees import DegreeRun, parts_of
+from penstock.plans.degrees import parts_of
 from penstock.programs import instructions as i
 from penstock.programs.lower import lower
 from penstock.programs.problems import Problem, picture
 from penstock.programs.work import ReplicaWork, shares_of_dp
 from penstock.schedules.rules import SCHEDULES, schedule_of
-from penstock.timing.estimate import Estimator
+from penstock.timing.estimate import Estimator, PassBytes
 from penstock.timing.pipeline import micro_batches
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster
     from penstock.costs.source import CostSource
     from penstock.models.ops import Model
-    from penstock.models.shapes import Shape
-    from penstock.plans.plan import Plan, Stage
+    from penstock.plans.plan import Plan
 
 __all__ = ["memory_problems", "peak_bytes", "require_memory"]
 
@@ -138,8 +137,8 @@ def _levels(
     """(instruction, bytes of tensors at its fullest moment, passes whose activations are held) of everything that needs memory."""
     device = estimator.cluster.device(program.rank)
     fixed = states.state_bytes + states.buffers_bytes
-    held: dict[tuple[int, int], _PassBytes] = {}
-    known: dict[tuple[object, ...], _PassBytes] = {}
+    held: dict[tuple[int, int], PassBytes] = {}
+    known: dict[tuple[object, ...], PassBytes] = {}
     for index, step in enumerate(program.instructions):
         if isinstance(step, i.Step):
             above = states.activations_bytes + states.workspace_bytes  # of a pass or of the optimizer, whichever needs more
@@ -150,7 +149,9 @@ def _levels(
             )
             key = step.stage, step.pattern, shares
             if key not in known:
-                known[key] = _pass_bytes(estimator, plan, plan.stages[step.stage], step.pattern, shares, device.name)
+                stage = plan.stages[step.stage]
+                stage = replace(stage, recompute=(stage.pattern(step.pattern),))
+                known[key] = estimator.pass_bytes(plan, stage, shares, device.name)
             own = held[step.stage, step.micro_batch] = known[key]
             above = own.forward
         elif isinstance(step, i.Backward | i.BackwardInput | i.BackwardWeight):
@@ -161,26 +162,3 @@ def _levels(
         yield index, level, len(held)
         if isinstance(step, i.Backward | i.BackwardWeight):
             del held[step.stage, step.micro_batch]
-
-
-class _PassBytes(NamedTuple):
-    """Bytes of one micro-batch on one rank of a stage: held between its passes, and what each pass adds at its fullest moment."""
-
-    held: float
-    forward: float
-    backward: float
-
-
-def _pass_bytes(
-    estimator: Estimator, plan: Plan, stage: Stage, pattern: int, shares: Sequence[tuple[DegreeRun, Shape]], device: str
-) -> _PassBytes:  # fmt: skip
-    stage, (_, base) = replace(stage, recompute=(stage.pattern(pattern),)), estimator.source.memory_of(device, estimator.model.dtype)
-    held, forward, backward = 0.0, 0.0, 0.0
-    for part, shape in shares:
-        line = estimator.timeline(stage, part, shape, device)
-        counts = rank_parameters(estimator.model.ops[part.first : part.last], part.tp)
-        room = gradient_room(counts, plan.precision, gradients=plan.gradients)
-        held += line.held_bytes
-        forward = max(forward, line.forward_peak_bytes - line.held_bytes)
-        backward = max(backward, max(line.backward_peak_bytes + room.cast_bytes, room.late_cast_bytes) - line.held_bytes)
-    return _PassBytes(held, base + forward, base + backward)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.clusters import Cluster
 from penstock.costs.efficiency import arithmetic_dtype, op_class
-from penstock.costs.memory import MemoryBreakdown, MemoryTimeline, rank_parameters, stage_memory
+from penstock.costs.memory import MemoryBreakdown, gradient_room, rank_parameters, stage_memory
 from penstock.costs.replay import OpBytesSource, Replay
 from penstock.costs.source import CostSource
 from penstock.costs.table import CostTable
@@ -40,7 +40,17 @@ if TYPE_CHECKING:
     from penstock.clusters import Device
     from penstock.costs.collectives import Group
 
-__all__ = ["Estimator", "Pace", "estimate"]
+__all__ = ["Estimator", "Pace", "PassBytes", "estimate"]
+
+
+class PassBytes(NamedTuple):
+    """Bytes of one micro-batch on one rank of a stage: held between its passes, and what each pass adds at its fullest moment."""
+
+    held: float
+    forward: float
+    backward: float
+    step: float
+    """What the optimizer's step takes, when no micro-batch is held."""
 
 
 class Pace(NamedTuple):
@@ -308,11 +318,21 @@ class Estimator:
             found += [self._part_memory(plan, stage, part, samples, flight, device) for part in parts_of(stage)]
         return _joined(found)
 
-    def timeline(self, stage: Stage, part: DegreeRun, shape: Shape, device: str) -> MemoryTimeline:
-        """What one micro-batch of this shape holds in a part of a stage, under the first of the stage's recomputation patterns."""
-        bytes_of, _ = self.source.memory_of(device, self.model.dtype)
-        replay = self._replay(shape, part.tp, self.by_rows(stage, part.tp), bytes_of)
-        return replay.timeline(part.first, part.last, algos_of(stage, part), recomputed_in(stage, part))
+    def pass_bytes(self, plan: Plan, stage: Stage, shares: Iterable[tuple[DegreeRun, Shape]], device: str) -> PassBytes:
+        """What one micro-batch takes on one rank of a stage, whose parts get shares of it of these shapes, under the first of the stage's
+        recomputation patterns."""
+        bytes_of, base = self.source.memory_of(device, self.model.dtype)
+        held, forward, backward, step = 0.0, 0.0, 0.0, 0.0
+        for part, shape in shares:
+            replay = self._replay(shape, part.tp, self.by_rows(stage, part.tp), bytes_of)
+            line = replay.timeline(part.first, part.last, algos_of(stage, part), recomputed_in(stage, part))
+            counts = rank_parameters(self.model.ops[part.first : part.last], part.tp)
+            room = gradient_room(counts, plan.precision, plan.optimizer, stage.zero, part.dp * plan.num_replicas, plan.gradients)
+            held += line.held_bytes
+            forward = max(forward, line.forward_peak_bytes - line.held_bytes)
+            backward = max(backward, max(line.backward_peak_bytes + room.cast_bytes, room.late_cast_bytes) - line.held_bytes)
+            step = max(step, room.step_bytes)
+        return PassBytes(held, base + forward, base + backward, base + step)
 
     def _replay(self, shape: Shape, tp: int, sequence: bool, bytes_of: OpBytesSource) -> Replay:
         """What replays slices at one shape and degree; one for all devices that have the same bytes, as by formulas."""

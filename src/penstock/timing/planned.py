@@ -10,16 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.clusters import Cluster
-from penstock.costs.memory import activation_timeline
 from penstock.costs.source import CostSource
 from penstock.models.ops import Model
-from penstock.plans.degrees import algos_of, parts_of, recomputed_in
+from penstock.plans.degrees import parts_of
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.actions import Schedule
 from penstock.schedules.rules import SCHEDULES, schedule_of
 from penstock.timing.estimate import Estimator
 from penstock.timing.execution import Execution, execute
-from penstock.timing.iteration_estimate import Estimate
+from penstock.timing.iteration_estimate import Estimate, StageEstimate
 from penstock.timing.pipeline import share_shape
 from penstock.timing.workload import Floats, Workload, split_backward, workload_of
 
@@ -46,7 +45,7 @@ def planned_pipeline(plan: Plan, model: Model, cluster: Cluster, source: CostSou
     estimator = Estimator(model, cluster, source)
     found = estimator.estimate(plan)
     held = np.array(
-        [_held(estimator, plan, stage, found.samples, each.device) for stage, each in zip(plan.stages, found.stages, strict=True)]
+        [_held(estimator, plan, stage, found.samples, each) for stage, each in zip(plan.stages, found.stages, strict=True)]
     )
     window = num_batches or _window(plan, found)
     return PlannedPipeline(found, _workload(plan, found, held, window), _schedule(plan, found, window), window)
@@ -105,15 +104,11 @@ def _repeated(values: Floats, count: int) -> Floats:
     return np.repeat(values[:, :, None], count, axis=2)
 
 
-def _held(estimator: Estimator, plan: Plan, stage: Stage, samples: int, device: str) -> tuple[float, float, float]:
-    """Bytes of one micro-batch on one rank of a stage: held between the passes, and what each pass adds at its fullest moment."""
-    bytes_of, base = estimator.source.memory_of(device, estimator.model.dtype)
-    stored, forward, backward = 0.0, 0.0, 0.0
-    for part in parts_of(stage):
-        shape, model = share_shape(plan, samples, part.dp), estimator.described(stage, part.first)
-        algos, again = algos_of(stage, part), recomputed_in(stage, part)
-        line = activation_timeline(model, part.first, part.last, shape, part.tp, algos, again, bytes_of)
-        stored += line.held_bytes
-        forward = max(forward, line.forward_peak_bytes - line.held_bytes)
-        backward = max(backward, line.backward_peak_bytes - line.held_bytes)
-    return stored, base + forward, base + backward
+def _held(estimator: Estimator, plan: Plan, stage: Stage, samples: int, found: StageEstimate) -> tuple[float, float, float]:
+    """Bytes of one micro-batch on one rank of a stage: held between the passes, and what each pass adds at its fullest moment.
+
+    The optimizer's step comes when nothing is held. What it needs beyond all that passes hold is counted with the backward ones.
+    """
+    shares = [(part, share_shape(plan, samples, part.dp)) for part in parts_of(stage)]
+    own = estimator.pass_bytes(plan, stage, shares, found.device)
+    return own.held, own.forward, max(own.backward, own.step - found.memory.activations_bytes)
