@@ -211,6 +211,10 @@ def test_remarks() -> None:
     assert said[0] == "stages.0.sequence_parallel is without effect: tp is 1."
     assert said[1] == "1 micro-batch per replica cannot fill a pipeline of 2 device groups."
     assert "not a multiple of 2" in remarks(replace(CHUNKS, global_batch=6), resolve_cluster("2xa100-40gb"))[0]
+    mixed = Stage(0, 36, ((0, 1),), Degrees(1, 2), (OpRun(3, 9, 2, 1),), zero=1, sequence_parallel=True)
+    turned = replace(mixed, degrees=Degrees(2), runs=(OpRun(3, 9, 1, 2),))
+    for own in (mixed, turned):  # ops with degrees of their own feel both settings
+        assert remarks(replace(plan, stages=(own,), predicted=None), resolve_cluster("2xa100-40gb")) == []
     assert remarks(GOOD, resolve_cluster("4xa100-40gb")) == []
     assert remarks(shared(GOOD, 7, 1), resolve_cluster("4xa100-40gb")) == [said[1]]
 

@@ -352,8 +352,9 @@ def test_frozen_weights_have_neither_gradients_nor_steps() -> None:
 def test_what_divides_nothing_is_not_told_as_divided() -> None:
     halves = Stage(0, 20, ((0, 1),), Degrees(1, 2), zero=1, sequence_parallel=True)
     alone = replace(halves, devices=((0,),), degrees=Degrees())
-    told = [estimated(plan_of(stage)).stages[0] for stage in (halves, alone)]
-    assert [(one.zero, one.sequence_parallel) for one in told] == [(1, False), (0, False)]
+    mixed = replace(halves, degrees=Degrees(2), runs=(OpRun(9, 17, 1, 2),))
+    told = [estimated(plan_of(stage)).stages[0] for stage in (halves, alone, mixed, replace(halves, runs=(OpRun(9, 17, 2, 1),)))]
+    assert [(one.zero, one.sequence_parallel) for one in told] == [(1, False), (0, False), (1, True), (1, True)]
 
 
 def test_a_stage_on_two_kinds_is_as_fast_as_the_slower() -> None:

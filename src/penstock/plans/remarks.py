@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from penstock.errors import plural
+from penstock.plans.degrees import parts_of
 from penstock.plans.texts import format_ranks
 from penstock.schedules.rules import SCHEDULES
 
@@ -33,9 +34,10 @@ def idle_devices(plan: Plan, cluster: Cluster) -> Iterator[str]:
 
 def _without_effect(plan: Plan) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
-        if stage.zero and plan.num_replicas * stage.degrees.dp == 1:
+        parts = parts_of(stage)
+        if stage.zero and plan.num_replicas * max(part.dp for part in parts) == 1:
             yield f"stages.{index}.zero is {stage.zero} without effect: one device holds each weight."
-        if stage.sequence_parallel and stage.degrees.tp == 1:
+        if stage.sequence_parallel and max(part.tp for part in parts) == 1:
             yield f"stages.{index}.sequence_parallel is without effect: tp is 1."
 
 

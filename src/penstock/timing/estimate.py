@@ -224,14 +224,14 @@ class Estimator:
         memory = [self._group_memory(plan, group, samples, counts) for group in range(groups)]
         stages = []
         for index, stage in enumerate(plan.stages):
-            group = index % groups
+            group, parts = index % groups, parts_of(stage)
             used, limit = memory[group]
             sync, optimizer = updates[index]
             slowest = min(self._kinds(stage.devices[replica]), key=lambda device: device.peak_flops_per_s(self.model.dtype))
             stages.append(StageEstimate(
                 index, group, stage.last - stage.first, slowest.name, stage.degrees, work[index], bubbles_s[group], tied[index] + sync,
-                optimizer, used, limit, used.total_bytes <= limit, self.by_rows(stage, stage.degrees.tp),
-                stage.zero if stage.degrees.dp * plan.num_replicas > 1 else 0,
+                optimizer, used, limit, used.total_bytes <= limit, any(self.by_rows(stage, part.tp) for part in parts),
+                stage.zero if max(part.dp for part in parts) * plan.num_replicas > 1 else 0,
             ))  # fmt: skip
         return stages
 
