@@ -383,6 +383,8 @@ _BATCHING = (
     _bug("a sample that fits packed alone is refused", "batching/kernels.py", "if found == np.inf and size == 1 and tables.sizes[4]",
          "if found < 0 and size == 1 and tables.sizes[4]", "rows are padded, packed sequences are not", "batching/test_planner.py",
          pick="fits_alone"),
+    _bug("usual ways know no limits of a plan", "batching/baselines.py", "or batch.num_positions > costs.max_tokens for", "for",
+         "`--split budget` writes a batch that the plan forbids", "batching/test_baselines.py", pick="keep_to"),
     _bug("separators between packed samples take no room", "batching/baselines.py", "_first_fit(enc + between[0], dec",
          "_first_fit(enc, dec", "a baseline better than its system", "batching/test_baselines.py", pick="separator"),
 )  # fmt: skip

@@ -64,6 +64,17 @@ def test_each_usual_way_is_taken_at_its_best_size() -> None:
     assert len(baseline_rows(samples, padded)) == 3
 
 
+def test_usual_ways_keep_to_the_micro_batches_that_a_plan_allows() -> None:
+    samples = [SampleLengths(i, 8 + i % 3) for i in range(24)]
+    free = {plan.method: plan for plan in baseline_rows(samples, COSTS)}
+    few, small = dataclasses.replace(COSTS, max_samples=2), dataclasses.replace(COSTS, max_tokens=30)
+    for costs, size in ((few, lambda micro: len(micro.samples) - 2), (small, lambda micro: micro.num_positions - 30)):
+        kept = baseline_rows(samples, costs)
+        micros = [micro for plan in kept for replica in plan.replicas for micro in replica.micro_batches]
+        assert len(kept) >= 3 and max(map(size, micros)) <= 0
+        assert min(plan.predicted_s for plan in kept) > min(plan.predicted_s for plan in free.values())
+
+
 def test_planning_beats_them_all() -> None:
     numbers = np.random.default_rng(0)
     samples = [SampleLengths(i, int(n)) for i, n in enumerate(numbers.integers(1, 60, 80))]

@@ -82,7 +82,7 @@ class BatchWays:
         chosen = ("packed", "across") if self.split == "packed" else (self.split,)
         found = [ways[way] for way in chosen if way in ways]
         if not found:
-            raise InfeasibleError(f"--split {self.split}: no size of such micro-batches fits these devices. Raise the memory limit.")
+            raise InfeasibleError(f"--split {self.split}: no such micro-batches fit these devices and the plan's limits. Raise the limits.")
         return min(found, key=lambda plan: plan.predicted_s)
 
     def _scheduled(self, plan: BatchPlan, costs: PipelineCosts) -> BatchPlan:
