@@ -160,7 +160,7 @@ def _best_size(name: str, cut: Callable[[int], list[MicroBatch]], costs: Pipelin
 
 
 def run_baseline(batches: Sequence[MicroBatch], costs: PipelineCosts, method: str) -> BatchPlan:
-    """The baseline's plan in the fastest mode that fits everywhere; InfeasibleError also where a micro-batch is larger than the plan allows."""
+    """The baseline's plan in the fastest mode that fits everywhere, if the plan allows micro-batches of these sizes."""
     if any(len(batch.samples) > costs.max_samples or batch.num_positions > costs.max_tokens for batch in batches):
         raise InfeasibleError(f"{method}: the plan allows no such micro-batches. Make them smaller.")
     plans = [plan for mode in range(len(costs.modes)) if (plan := _run(batches, costs, mode, method)) is not None]

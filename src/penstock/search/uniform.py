@@ -44,6 +44,10 @@ _GRID_DEVICES, _GRID_OPS = 256, 2000
 """Clusters and chains up to these sizes are also tried with all uniform plans, to show them beside the best."""
 
 
+class _Indivisible(InfeasibleError):
+    """No uniform plan divides the batch."""
+
+
 class UniformPlans:
     """The searcher of uniform plans. They are among the exact partitions, which bound them: this one finds good plans at once, says what is
     missing where nothing fits, and shows what a grid would have found."""
@@ -61,6 +65,10 @@ class UniformPlans:
         large = self._request.cluster.num_devices > _GRID_DEVICES or self._request.model.num_ops > _GRID_OPS
         try:
             fitting = _fitting(self._request, lambda: progress.tell("uniform plans"), *((1, 1) if large else ()))
+        except _Indivisible as error:  # by equal stages; others divide any batch that micro-batches divide
+            alone = micro_batch_sizes(self._request.frame.global_batch, 1, self._request.micro_batches)
+            progress.reason = None if large or alone else error
+            return
         except InfeasibleError as error:
             progress.reason = None if large else error
             return
@@ -162,7 +170,7 @@ def _infeasible(request: Request, least: Choice | None) -> InfeasibleError:
     if least is None:
         sizes = f" into micro-batches of {', '.join(map(str, micro_batches))}" if micro_batches else ""
         multiple = cluster.num_devices * min(micro_batches, default=1)
-        return InfeasibleError(
+        return _Indivisible(
             f"no uniform plan divides a global batch of {global_batch}{sizes} over the {plural(cluster.num_devices, 'device')} of "
             f"{cluster.describe()}. Use a global batch that is a multiple of {multiple}, or other micro-batches."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,24 @@ def test_one_device_of_several_has_the_memory_that_talking_would_take() -> None:
     for cluster in ("1xg5.xlarge", "2xg5.xlarge", "5xg5.xlarge", "1xg5.xlarge+1xg6.xlarge"):
         best = search_plans("vgg16", cluster, 8, memory_limit_bytes=3.5e9, top=1).choices[0]
         assert best.estimate.fits and best.estimate.time_s < 0.11
+
+
+@pytest.mark.parametrize("limit_gb", [5.0, 4.5])
+def test_over_several_kinds_a_block_may_be_divided_from_the_start(limit_gb: float, tmp_path: Path) -> None:
+    """The stages between whole blocks do not fit into 5 GB; others do. Into less none does, which is not because of the batch."""
+    model = tmp_path / "wide.yaml"
+    model.write_text("base: gpt-13b\nlayers: 1\n")
+    cluster, limits = "1xg5.12xlarge+1xg6.xlarge", {"memory_limit_bytes": limit_gb * 1e9, "gradients": "bf16", "schedules": ("1f1b",)}
+    if limit_gb < 5:
+        with pytest.raises(InfeasibleError, match=r"no plan of wide fits on .* with a global batch of 4"):
+            search_plans(str(model), cluster, 4, seq_length=64, **limits)
+        with pytest.raises(InfeasibleError, match="no uniform plan divides a global batch of 4 into micro-batches of 3 over"):
+            search_plans(str(model), cluster, 4, seq_length=64, micro_batches=(3,), **limits)
+        return
+    best = search_plans(str(model), cluster, 4, seq_length=64, top=1, **limits).choices[0]
+    own = cluster_of(best.plan)
+    assert best.estimate.fits and check_plan(best.plan, model_of(best.plan), own) == []
+    assert any(1 < stage.first < 9 for stage in best.plan.stages) and len({own.device(rank).name for rank in best.plan.ranks}) == 2
 
 
 @cache

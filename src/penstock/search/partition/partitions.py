@@ -20,6 +20,9 @@ __all__ = ["Partitions"]
 _CAPS = (1.3, 3.0, math.inf)
 """Search below 1.3×, 3×, ∞ times the best promise in turn; a tight cap keeps the stage tables small."""
 
+_ANYWHERE_OPS = 128
+"""Chains up to this many ops are cut anywhere at once also over several kinds of devices, if nothing good is cut between blocks."""
+
 # Plans that are looked for by the clock: each family costs another search.
 _CLOCKED = 12
 """The fastest plans that are timed to see how much of their messages is hidden, and the most families that are then solved again."""
@@ -81,18 +84,31 @@ class Partitions:
         promising = sorted(((max(promise_s(family), bound_s), bound_s, family) for bound_s, family in self._ranked), key=lambda e: e[:2])
         least_s = promising[0][0] if promising and math.isfinite(promising[0][0]) else progress.bound_s
         for cap in _CAPS if progress.best_s == math.inf else (math.inf,):
-            limit_s = min(progress.limit_s, cap * least_s)
-            for _, bound_s, family in promising:
-                if progress.out_of_time():
-                    return
-                # The clock, which hides messages behind compute, may prefer a plan that is slower by formula.
-                enough_s = limit_s * (1.0 if len(family.pools) == 1 else 1 + FORMULA_OFF)
-                if bound_s < enough_s:
-                    progress.tell(str(family))
-                    progress.add(best_pipeline(family, enough_s))
-                    limit_s = min(limit_s, progress.limit_s)
+            self._solve(progress, promising, cap * least_s)
             if progress.best_s <= cap * least_s:
+                break
+        # Over several kinds whole blocks may be too large for the smallest devices, or leave only odd plans.
+        small = [entry for entry in promising if len(entry[2].pools) > 1 and entry[2].request.model.num_ops <= _ANYWHERE_OPS]
+        if small and progress.best_s > _CAPS[1] * least_s:
+            for cap in _CAPS[1:]:
+                self._solve(progress, small, cap * least_s, anywhere=True)
+                if progress.best_s <= cap * least_s:
+                    break
+
+    def _solve(
+        self, progress: Progress, promising: Sequence[tuple[float, float, PlanFamily]], most_s: float, anywhere: bool = False
+    ) -> None:
+        """Adds the plans of families that are faster than all before them, and than some time."""
+        limit_s = min(progress.limit_s, most_s)
+        for _, bound_s, family in promising:
+            if progress.out_of_time():
                 return
+            # The clock, which hides messages behind compute, may prefer a plan that is slower by formula.
+            enough_s = limit_s * (1.0 if len(family.pools) == 1 else 1 + FORMULA_OFF)
+            if bound_s < enough_s:
+                progress.tell(str(family))
+                progress.add(best_pipeline(family, enough_s, anywhere))
+                limit_s = min(limit_s, progress.limit_s)
 
     def anneal(self, progress: Progress) -> None:
         """Pipelines over several kinds, annealed in the families in which a first look promises most."""

@@ -41,11 +41,11 @@ _NEARLY = 1.05
 """A plan is estimated where what it does after the last micro-batch, roughly, makes it no more than so much slower than the best."""
 
 
-def best_pipeline(family: PlanFamily, known_s: float) -> Choice | None:
-    """The fastest plan of a family that fits, if it is faster than `known_s`."""
+def best_pipeline(family: PlanFamily, known_s: float, anywhere: bool = False) -> Choice | None:
+    """The fastest plan of a family that fits, if it is faster than `known_s`; a first look `anywhere` knows every cut of every chain."""
     best: Choice | None = None
     schedules = family.request.unchunked
-    for subspace in family.subspaces:
+    for subspace in (replace(own, anywhere=True) if anywhere else own for own in family.subspaces):
         for schedule in schedules if subspace.max_stages > 1 else schedules[-1:]:
             for depth, fewer in pairwise(_depths(subspace, schedule)):
                 shallow, in_flight = replace(subspace, max_stages=depth), _in_flight(family, schedule, fewer)
@@ -159,7 +159,8 @@ def _stages(
         return found if after_limit_s == np.inf else StageAfter(family.prices).limited(found, after_limit_s)
 
     costs, stride = _costs(family, subspace, schedule, family.prices.costs), blocks.stride(COARSE_CUTS)
-    space = space_of(costs, blocks.ends if subspace.max_stages == 1 else None if subspace.fine else blocks.every(stride))
+    everywhere = subspace.fine or subspace.anywhere
+    space = space_of(costs, blocks.ends if subspace.max_stages == 1 else None if everywhere else blocks.every(stride))
     if subspace.fine:
         found = best_partition(space, count, known_s)
         return (space, found.stages) if found.stages else None

@@ -52,6 +52,8 @@ class Subspace:
     """Whether its one stage divides gradients, or weights, among ranks that hold the same (ZeRO-2 and 3)."""
     per_op: bool = False
     """Whether each op of a stage may have an option of its own on the same devices."""
+    anywhere: bool = False
+    """Whether the first look knows all cuts, though nearer ones are looked at after it."""
 
 
 def families(request: Request) -> Iterator[PlanFamily]:
