@@ -145,8 +145,11 @@ def test_search_finds_the_best_of_all_tiny_plans(seed: int) -> None:
 def test_long_samples_are_refused_dropped_or_truncated() -> None:
     costs = small_costs(num_stages=1, limit_bytes=100.0, has_decoder=False)  # room for 25 tokens: 2 kept and 2 more at the peak
     samples = [SampleLengths(5, 10), SampleLengths(6, 60), SampleLengths(7, 20)]
-    with pytest.raises(InfeasibleError, match=r"sample 6 \(60 tokens\) does not fit"):
+    with pytest.raises(InfeasibleError, match=r"sample 6 \(60 tokens\) does not fit in the memory of every device"):
         plan_batch(samples, costs)
+    small = dataclasses.replace(small_costs(num_stages=1, has_decoder=False), max_tokens=24)
+    with pytest.raises(InfeasibleError, match=r"sample 6 \(60 tokens\) does not fit in the plan's micro-batches of up to 24 tokens"):
+        plan_batch(samples, small)
     dropped = plan_batch(samples, costs, too_long="drop")
     assert dropped.dropped == (SampleLengths(6, 60),)
     recheck(dropped, costs, [samples[0], samples[2]])

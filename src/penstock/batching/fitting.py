@@ -47,9 +47,9 @@ def fit_samples(samples: Sequence[SampleLengths], costs: PipelineCosts, too_long
         return Fitted(tuple(samples))
     if too_long == "refuse":
         most = f" The model takes {plural(costs.max_length, 'position')}." if max(enc) > costs.max_length else ""
-        raise InfeasibleError(
-            f"{_list(bad, costs)} in the memory of every device, not even alone.{most} Drop or truncate, or change the plan."
-        )
+        small = max(enc + dec) > costs.max_tokens
+        where = f"the plan's micro-batches of up to {plural(costs.max_tokens, 'token')}" if small else "the memory of every device"
+        raise InfeasibleError(f"{_list(bad, costs)} in {where}, not even alone.{most} Drop or truncate, or change the plan.")
     if too_long == "drop":
         kept = tuple(sample for sample, fine in zip(samples, fits, strict=True) if fine)
         return Fitted(kept, dropped=tuple(bad))
