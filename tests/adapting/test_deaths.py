@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from penstock.errors import InfeasibleError, InputError
 from penstock.plans.build import uniform_plan
 from penstock.plans.plan import Plan
 from penstock.runtime.checkpoints.folder import find_checkpoint
+from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.request import PlanningSettings, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import plan_of_run
 from penstock.runtime.settings import TrainingSettings
@@ -51,6 +53,22 @@ def struck(wanted: TrainRequest, asked: dict[int, tuple[str, ...]]) -> TrainResu
 
 def steps_of(run: TrainRequest) -> list[tuple[int, float | None, str | None]]:
     return [(one.step, one.loss, one.samples) for one in read_steps(Path(run.out) / "steps.jsonl")]
+
+
+def test_a_run_whose_folder_is_gone_when_a_rank_dies_ends_with_what_was_learned(data: str, tmp_path: Path) -> None:
+    """Nobody could go on in it, but the copies are put there again, as a checkpoint."""
+    wanted = request(plan_of(pp=2), data, tmp_path / "run", 2000, on_death="recover", copies=2)
+
+    def told(step: StepReport) -> None:
+        if step.step == 4:
+            pid = read_process(wanted.out, 1).pid  # type: ignore[union-attr]
+            os.rename(wanted.out, tmp_path / "elsewhere")
+            os.kill(pid, signal.SIGKILL)
+
+    words = r"(?s)rank 1 was killed.*\nTraining cannot go on: .*plan.json' does not exist.*\nStep \d+ is safe"
+    with pytest.raises(WorkerError, match=words):
+        PlanTrainer(wanted, None, RunWitness(wanted.out)).train(told)
+    assert Checkpoint(find_checkpoint(wanted.out)).step >= 2
 
 
 def test_ranks_that_die_fail_and_freeze_are_replaced(data: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -173,6 +174,26 @@ def test_closed_pipe_is_quiet(python: list[str]) -> None:
         os.close(write_end)
     assert done.stderr == ""
     assert done.returncode == 1
+
+
+ENDED = """
+import os, signal, sys
+from penstock.cli import main as frame
+from penstock.processes import fork_server
+fork_server.PRELOADED.clear()
+def asked(arguments):
+    fork_server.warm_up()
+    os.kill(os.getpid(), signal.SIGTERM)
+frame.run = asked
+frame.main()
+"""
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Also before a run has begun that listens to it: the fork server's socket is there by then."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", ENDED], env=environment, capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (128 + signal.SIGTERM, "", [])
 
 
 def commands() -> Iterator[tuple[list[str], Any]]:

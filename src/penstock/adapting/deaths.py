@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.adapting.events import RunEvent, append_event
@@ -27,8 +28,9 @@ class RunWitness:
         self._folder = folder
 
     def tell(self, event: str, step: int, text: str, *, ranks: Sequence[int] = (), pause_s: float | None = None) -> None:
-        """Adds an event to those of the run."""
-        append_event(self._folder, RunEvent(event, step, time.time(), text, ranks=tuple(ranks), pause_s=pause_s))
+        """Adds an event to those of the run, if its folder takes any: one that is full or gone hinders whoever has to write there."""
+        with suppress(OSError):
+            append_event(self._folder, RunEvent(event, step, time.time(), text, ranks=tuple(ranks), pause_s=pause_s))
 
     def smaller_plan(self, plan: Plan, lost: Sequence[int], devices: Sequence[int]) -> Plan:
         """The fastest plan of those that the ladder of remedies has for slow devices, among those that leave the lost ones out: devices

@@ -6,10 +6,12 @@ import errno
 import io
 import os
 import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any, NamedTuple
+from types import FrameType
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -203,8 +205,14 @@ def _take_any_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(nowhere, "w", encoding="utf-8", closefd=False)
 
 
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM ends a command as Ctrl-C does: what it has begun is cleared away on the way out."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Entry point of the `penstock` script."""
+    signal.signal(signal.SIGTERM, _end)
     _take_any_streams()
     try:
         status = run(sys.argv[1:])

@@ -31,10 +31,15 @@ class RunLock:
         """Whether it still does: a process that stood still may have lost it."""
         try:
             found = self._path.stat()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # the folder may be gone too, and something else there
             return False
         own = os.fstat(self._handle)
         return (found.st_ino, found.st_dev) == (own.st_ino, own.st_dev)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it lost the folder to nobody: the folder itself was removed, or the lock in it."""
+        return not self._path.exists() and not self._path.with_name(_TAKEN).exists()
 
     def beat(self) -> None:
         """Shows whoever looks at `lock_word` that this process goes on, from another machine too: NFS keeps what is written back until a

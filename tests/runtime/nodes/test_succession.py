@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,22 @@ def test_a_leader_that_stands_still_loses_the_lock(tmp_path: Path, monkeypatch: 
             lock.beat()  # to nobody
             take_away(tmp_path, b"what the old one said")  # another node that was as late
             assert found[1].is_held and is_held(tmp_path)
+
+
+def test_nobody_leads_a_run_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether others ask who leads, or the one that has led until then looks."""
+    for name, value in (("_TURN_S", 0.0), ("_LOOK_S", 0.01), ("_STILL_S", 0.05)):
+        monkeypatch.setattr(succession, name, value)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with run_lock(folder) as lock:
+        assert lock.is_held and not lock.is_gone
+        os.rename(folder, tmp_path / "elsewhere")
+        assert not lock.is_held and lock.is_gone
+        with pytest.raises(LeaderLostError, match=r"^gone\. The folder of the run, '.*run', is gone"):
+            succeed(folder, 1, 0, "gone.")
+        folder.write_text("another's")
+        assert not lock.is_held and lock.is_gone
 
 
 def test_joining_is_the_same_command_as_another_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from full_disk import small_files
 from standins import pynvml
 
 from penstock.errors import InputError
@@ -159,6 +160,20 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]} == {
         "train/loss": [(1, 2.0)], "train/tokens": [(2, 7.0)], "train/skipped": [(1, 0.0), (2, 0.0)],
     }  # fmt: skip
+
+
+def test_a_full_disk_is_told_to_whoever_writes_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not on stderr, by a thread that dies of it."""
+    pytest.importorskip("tensorboard")
+    died = list[threading.ExceptHookArgs]()
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    sink = tensorboard_sink(tmp_path)
+    assert sink is not None
+    sink(StepRecord(1, loss=2.0))
+    (file,) = tmp_path.iterdir()
+    with small_files(file.stat().st_size), pytest.raises(OSError, match="File too large"):
+        sink(StepRecord(2, loss=2.0))
+    assert not died
 
 
 def library(**changes: Any) -> Any:

@@ -116,6 +116,8 @@ def succeed(folder: str | Path, own: int, term: int, why: str) -> LedBy | tuple[
             # Counted in looks: time in which this process did not run itself is none in which the other stood still.
             word, still_s = (word, still_s + _LOOK_S) if (now := lock_word(Path(folder))) == word else (now, 0.0)
             if still_s >= _STILL_S:
+                if not Path(folder).is_dir():
+                    raise LeaderLostError(f"{why} The folder of the run, '{folder}', is gone.") from None
                 take_away(Path(folder), word)
             continue
         led = read_led(folder)  # again: it may have changed before the lock was free

@@ -285,7 +285,10 @@ class Supervisor:
         going_on = None
         if recovery is not None and error.is_lost:
             gone = () if nodes is None else nodes.gone_ranks()
-            going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
+            try:
+                going_on = recovery.go_on(error.ranks, str(error), gone, has_left=error.has_left, lost_peer=error.lost_peer)
+            except PenstockError as stopped:  # as by a folder that is full, or gone
+                raise self._given_up(WorkerError(f"{str(error).rstrip()}\nTraining cannot go on: {stopped}"), recovery) from None
         if going_on is None:
             raise self._given_up(error, recovery) from None
         return going_on
@@ -302,9 +305,13 @@ class Supervisor:
         return with_safe_step(error, self.request, self._first_step)
 
     def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
-        """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
-        if nodes is not None and not lock.is_held:
-            raise LeaderLostError(f"this node stood still, and another leads the run in '{self.request.out}' now.")
+        """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more. Where the
+        folder is gone nobody could know who leads next."""
+        if nodes is None or lock.is_held:
+            return
+        if lock.is_gone:
+            raise LeaderLostError(f"the folder of the run, '{self.request.out}', or the lock in it, was removed while it went on.")
+        raise LeaderLostError(f"this node stood still, and another leads the run in '{self.request.out}' now.")
 
     def _let_join(self, message: StepReport | PlanAdopted, nodes: LeadingNode | None) -> None:
         """Lets a node join that waits to: all begin anew with it, one step after all ranks have copied what they had learned."""
