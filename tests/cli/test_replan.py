@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,13 +14,15 @@ from pathlib import Path
 import pytest
 from pty_runs import cut_lines, on_terminal, screen_lines
 
+from penstock.adapting import asking
 from penstock.adapting.asking import asked_for, withdraw
 from penstock.adapting.events import EVENTS, aborted, asked, moved
 from penstock.adapting.moving import MoveAbortedError
 from penstock.cli.main import run
 from penstock.errors import InfeasibleError, InputError, PenstockError
+from penstock.files import write_json
 from penstock.plans.build import uniform_plan
-from penstock.plans.schema import write_plan
+from penstock.plans.schema import read_plan, write_plan
 from penstock.runtime.run_lock import run_lock
 from penstock.runtime.telemetry.steps import LineLog
 
@@ -81,6 +84,41 @@ def test_a_job_that_ends_before_it_moves(folder: Path, capsys: pytest.CaptureFix
     with job(folder, None, answers=False):
         assert run(["replan", str(folder), "--plan", str(folder / "other.json")]) == 1
     assert "ended before it moved" in capsys.readouterr().err and asked_for(folder) is None
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit(128 + signal.SIGTERM)])
+def test_who_does_not_wait_for_the_answer_takes_the_request_back(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException | type[BaseException]
+) -> None:
+    """Ctrl-C and SIGTERM, as `penstock` raises them."""
+    seen = list[bool]()
+
+    def end_it(pause_s: float) -> None:
+        seen.append(asked_for(folder) is not None)
+        raise end
+
+    monkeypatch.setattr("penstock.cli.replan.time.sleep", end_it)
+    with run_lock(folder):
+        assert run(["replan", str(folder), "--plan", str(folder / "other.json")]) > 128
+    assert seen == [True] and asked_for(folder) is None
+
+
+def test_of_two_who_ask_at_once_one_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for an answer to what nobody has read."""
+    plan, first = read_plan(folder / "other.json"), list[str]()
+
+    def write(path: Path, value: object) -> None:
+        if not first:
+            first.append("")
+            first[0] = asking.ask_for(folder, plan)
+        write_json(path, value)
+
+    monkeypatch.setattr(asking, "write_json", write)
+    with pytest.raises(InputError, match="has been asked for a move that is still to come"):
+        asking.ask_for(folder, plan, 9)
+    found = asked_for(folder)
+    assert found is not None and [found.id] == first
+    assert sorted(path.name for path in folder.iterdir()) == ["other.json", "plan.json", "replan.json"]
 
 
 def test_runs_that_nobody_would_answer_for(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import forkserver
 from pathlib import Path
@@ -95,6 +96,26 @@ def test_processes_end_though_their_server_was_killed(tmp_path: Path) -> None:
     (tmp_path / "launcher.py").write_text(_ORPHANED)
     found = subprocess.run([sys.executable, str(tmp_path / "launcher.py")], capture_output=True, text=True, check=False, timeout=120)
     assert found.stdout == "well\n", found.stderr
+
+
+_KILLED_EARLY = """
+import os, signal
+from penstock.processes import fork_server
+
+fork_server.PRELOADED.clear()
+fork_server.warm_up()
+print(fork_server.forkserver._forkserver._forkserver_pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_launcher_that_is_killed_before_it_starts_anybody_leaves_no_folder() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # not a test's own: names of sockets are short
+        launcher, environment = [sys.executable, "-c", _KILLED_EARLY], {**os.environ, "TMPDIR": folder}
+        said = subprocess.run(launcher, env=environment, stdout=subprocess.PIPE, text=True, timeout=250)
+        while Path(f"/proc/{int(said.stdout)}").exists():  # the server; the time-out ends a wait in vain
+            time.sleep(0.01)
+        assert said.returncode == -signal.SIGKILL and not os.listdir(folder)
 
 
 KILLED_LAUNCHER = """

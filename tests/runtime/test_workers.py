@@ -162,6 +162,23 @@ def test_workers_go_with_their_launcher(tmp_path: Path, short_path: Path) -> Non
     assert not list(short_path.iterdir())
 
 
+_UNHEARD = """
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from penstock.runtime import worker
+mine, its = Pipe()
+mine.close()
+worker._follow = lambda: None
+worker.serve_jobs(SimpleNamespace(rank=0), its)
+"""
+
+
+def test_a_worker_whose_launcher_has_died_fails_without_a_word() -> None:
+    """It may find that a peer is gone before it is ended itself."""
+    done = subprocess.run([sys.executable, "-c", _UNHEARD], capture_output=True, text=True, timeout=250)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_wrong_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="0 workers were asked for"):
         launch(identify, 0, "a")

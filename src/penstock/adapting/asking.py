@@ -3,6 +3,7 @@ step, and answers with events."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,17 @@ class MoveRequest(msgspec.Struct, frozen=True):
 def ask_for(folder: str | Path, plan: Plan, at: int = 0) -> str:
     """Leaves a request in a run's folder; its id."""
     path = Path(folder) / _FILE
-    if path.exists():
-        raise InputError(f"run '{folder}' has been asked for a move that is still to come. Wait for it, or remove '{path}'.")
     request = MoveRequest(secrets.token_hex(8), plan_to_dict(plan), at)
-    write_json(path, msgspec.to_builtins(request))
+    draft = path.with_name(f".{request.id}.{_FILE}")
+    write_json(draft, msgspec.to_builtins(request))
+    try:
+        os.link(draft, path)  # of two who ask at once, one is refused
+    except FileExistsError:
+        raise InputError(f"run '{folder}' has been asked for a move that is still to come. Wait for it, or remove '{path}'.") from None
+    except OSError:  # a file system without links
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
     return request.id
 
 

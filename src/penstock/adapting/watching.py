@@ -314,12 +314,12 @@ class Watch(_Follower):
 
     def _stayed(self, step: int, error: PenstockError, request: MoveRequest | None = None) -> None:
         request = request or self._request
+        withdraw(self._out)  # before it is answered: whoever hears that may ask for another
         self._log(aborted(step, time.time(), error, request and request.id))
         if request is None and self._decision is not None and self._adapter is not None:
             self._adapter.decider.refuse(self._decision, str(error))
         self._request = self._decision = None
         self._leaving = ()
-        withdraw(self._out)
 
     def close(self) -> None:
         """The run has ended."""

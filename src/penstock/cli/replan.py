@@ -45,7 +45,7 @@ def replan(
     request = ask_for(run, plan, at)
     try:
         told = _answer(run, request, json)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # SIGTERM
         withdraw(run)
         raise
     if told.event == "aborted":

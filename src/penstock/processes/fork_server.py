@@ -10,6 +10,7 @@ What is forked is as if it were spawned by the launcher: it has the launcher's e
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -49,6 +50,8 @@ _HANDLES = weakref.WeakKeyDictionary[ForkServerProcess, int]()
 """A descriptor for each process that was started, which is that process for good, as its number is not."""
 _LEFT: list[str] = []
 """The folder with the fork server's socket, which the process that started this one removes at its end unless it is killed."""
+_OWNER = "PENSTOCK_OWNER_OF_FORK_SERVER"
+"""In a server's environment: the process that has started it, and that folder."""
 
 
 @contextmanager
@@ -65,10 +68,32 @@ def warm_up() -> None:
     """Starts the server if there is none, and does not wait for it: called early, its imports cost no time."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(_SPINS, _FEW_SPINS)  # now, since libgomp reads it when it is loaded
-    FORKED.set_forkserver_preload(PRELOADED)
+    FORKED.set_forkserver_preload([__name__, *PRELOADED])
     resource_tracker.ensure_running()  # here, because it lets the signals through again
-    with unheard():  # Ctrl-C is the launcher's to hear; the server, and all that it forks, would die of it
+    with unheard(), _owned():  # Ctrl-C is the launcher's to hear; the server, and all that it forks, would die of it
         forkserver.ensure_running()
+
+
+@contextmanager
+def _owned() -> Iterator[None]:
+    """A server that is started within knows whose it is."""
+    if parent_process() is None:  # what that has started has no folder of its own
+        os.environ[_OWNER] = f"{os.getpid()} {util.get_temp_dir()}"
+    try:
+        yield
+    finally:
+        os.environ.pop(_OWNER, None)
+
+
+def _clear_away(owner: int, folder: str) -> None:
+    """The end of a server: what its owner has left behind, if that was killed, perhaps before it had started anybody else."""
+    if os.getppid() != owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if _OWNER in os.environ:  # this is the server, which imports this module first of all
+    _pid, _, _folder = os.environ.pop(_OWNER).partition(" ")
+    atexit.register(_clear_away, int(_pid), _folder)
 
 
 def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> ForkServerProcess:

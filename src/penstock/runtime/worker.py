@@ -7,7 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,9 @@ def serve_jobs(start: WorkerStart, pipe: Any) -> None:
     except EOFError:
         status = 0
     except BaseException as error:
-        pipe.send((False, WorkerFailure(_failure(start.rank, error), not isinstance(error, PenstockError) or _failed_in_program(error))))
+        failure = WorkerFailure(_failure(start.rank, error), not isinstance(error, PenstockError) or _failed_in_program(error))
+        with suppress(OSError):  # the launcher has died, which may be why this one failed
+            pipe.send((False, failure))
         status = 1
     pipe.close()
     # No tidy end: gloo's and NCCL's threads may abort a process that leaves while a peer is still talking to it.
