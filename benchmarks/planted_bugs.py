@@ -1278,6 +1278,8 @@ _RECOVERING = (
          "if led is None:", "a node that was cut off trains all steps again", "runtime/nodes/test_succession.py"),
     _bug("a leader that stands still keeps the run", "runtime/nodes/succession.py", "if still_s >= _STILL_S:", "if still_s < 0:",
          "nobody leads in its place", "runtime/nodes/test_succession.py", pick="stands_still"),
+    _bug("who joins from elsewhere is not told why it cannot", "cli/join.py", "    except OSError as error:",
+         "    except ZeroDivisionError as error:", "an error that was not expected", "runtime/nodes/test_succession.py", pick="joining"),
     _bug("nobody leads a run whose folder is gone, and says why", "runtime/nodes/succession.py",
          "                if not Path(folder).is_dir():", "                if False:",
          "an error that was not expected", "runtime/nodes/test_succession.py", pick="folder_is_gone"),

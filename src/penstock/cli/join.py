@@ -47,7 +47,11 @@ def join(
         raise InputError(f"run '{run}' has all of its {plural(led.num_nodes, 'node')}. There is none to take the place of.")
     number = missing[0] if node_rank is None else node_rank
     newest = latest_checkpoint(run.resolve() / CHECKPOINTS)
-    os.chdir(led.folder)
+    try:
+        os.chdir(led.folder)
+    except OSError as error:
+        raise InputError(f"run '{run}' was started in '{led.folder}', which this machine cannot enter: {error.strerror}. Start the node as "
+                         f"the others were, with --node-rank {number}.") from None  # fmt: skip
     host = f"[{led.host}]" if ":" in led.host else led.host
     raise typer.Exit(run_command([*_others(led.command, newest), "--node-rank", str(number), "--master", f"{host}:{led.port}"]))
 

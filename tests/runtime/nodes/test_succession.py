@@ -80,7 +80,8 @@ def test_joining_is_the_same_command_as_another_node(tmp_path: Path, capsys: pyt
         assert list(_others([*words, *resumed]))[-2:] == ["--resume", "run/checkpoints/gone"]  # all that there is yet
     put_in_force(tmp_path, 0, uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2))
     for led, told in ((None, "is not led by a node"), (LedBy(0, "a", 1, 0, (0, 1), 2), "was not started from a command line"),
-                      (LedBy(0, "a", 1, 0, (0, 1), 2, ("train",), "."), "has all of its 2 nodes")):  # fmt: skip
+                      (LedBy(0, "a", 1, 0, (0, 1), 2, ("train",), "."), "has all of its 2 nodes"),
+                      (LedBy(0, "a", 1, 0, (0,), 2, ("train",), "/proc/none"), "was started in '/proc/none', which this")):  # fmt: skip
         if led is not None:
             write_led(tmp_path, led)
             assert (tmp_path / "leader.json").stat().st_mode & 0o777 == 0o600  # a command may hold a password
