@@ -980,7 +980,7 @@ _REPORTS = (
 _CLI = (
     _bug("a stream decides how a command ends", "cli/main.py", 'sys.stdout.reconfigure(errors="replace")', "pass",
          "an arrow that latin-1 lacks fails a training that is done", "cli/test_main.py", pick="streams"),
-    _bug("a killed launcher leaves its server's folder", "processes/fork_server.py", "    if os.getppid() != owner:", "    if False:",
+    _bug("a killed launcher leaves its server's folder", "processes/fork_server.py", "os.getppid() != owner:", "False:",
          "each adds to /tmp", "processes/test_fork_server.py", pick="killed_before"),
     _bug("a worker shows that its launcher has died", "runtime/worker.py", "        with suppress(OSError):  # the launcher",
          "        with suppress():  # the launcher", "a traceback on the terminal of somebody who ended a run", "runtime/test_workers.py",

@@ -85,15 +85,16 @@ def _owned() -> Iterator[None]:
         os.environ.pop(_OWNER, None)
 
 
-def _clear_away(owner: int, folder: str) -> None:
-    """The end of a server: what its owner has left behind, if that was killed, perhaps before it had started anybody else."""
-    if os.getppid() != owner:
+def _clear_away(owner: int, folder: str, server: int) -> None:
+    """The end of a server: what its owner has left behind, if that was killed, perhaps before it had started anybody else. Processes that
+    it has forked may come here at their end too."""
+    if os.getpid() == server and os.getppid() != owner:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if _OWNER in os.environ:  # this is the server, which imports this module first of all
     _pid, _, _folder = os.environ.pop(_OWNER).partition(" ")
-    atexit.register(_clear_away, int(_pid), _folder)
+    atexit.register(_clear_away, int(_pid), _folder, os.getpid())
 
 
 def start_process(name: str, target: Callable[..., Any], *arguments: Any) -> ForkServerProcess:
