@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from bucket_jobs import train_in_small_buckets
 from runtime_cases import Case, Choice, largest_difference, make_case, reference
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import RandomSource, rank_of, train_programs
 
 from penstock.models.modules import build_chain
 from penstock.plans.references import model_of
 from penstock.programs.instructions import ReduceStart
-from penstock.runtime.parallel.gradients import Bucket, BucketedGradients
+from penstock.runtime.parallel import gradients
+from penstock.runtime.parallel.gradients import Bucket, BucketedGradients, Gradients
+from penstock.runtime.parallel.sharding import Done
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.source import load_share
 from penstock.runtime.transport.world import ProcessGroups
@@ -169,6 +173,22 @@ def test_running_statistics_become_the_mean_over_the_ranks(pool: WorkerPool) -> 
     for outcome in outcomes:
         for found, one, other in zip(outcome.statistics, *alone, strict=True):
             torch.testing.assert_close(found, (one + other) / 2)
+
+
+def test_the_mean_of_what_is_no_fraction_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constants that two ranks have: primes for hashing, rotations as complex numbers, flags. Counts are whole."""
+    chain, mean = nn.Module(), torch.tensor([0.5])
+    kept = {"mean": mean, "primes": torch.tensor([2_654_435_761, 2**53 + 1]), "turns": torch.exp(1j * torch.arange(4.0)),
+            "flags": torch.tensor([True, False]), "count": torch.tensor(-7)}  # fmt: skip
+    for name, value in kept.items():
+        chain.register_buffer(name, value.clone())
+    stage: Any = SimpleNamespace(pieces=[SimpleNamespace(chain=chain)])
+    own = Gradients(stage, SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(gradients, "holders_of", lambda *_: (0, 1))
+    monkeypatch.setattr(own, "_sum", lambda flat, *_: (flat.mul_(2), Done())[1])
+    own._launch_statistics()
+    own.wait()
+    assert all(torch.equal(value, kept[name]) for name, value in chain.named_buffers())
 
 
 WAYS: tuple[dict[str, Any], ...] = (

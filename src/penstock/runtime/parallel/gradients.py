@@ -74,7 +74,8 @@ class Gradients:
             work.wait()
         self._works.clear()
         for tensors, flat, count in self._statistics:
-            for tensor, mean in zip(tensors, (flat / count).split([tensor.numel() for tensor in tensors]), strict=True):
+            means = flat / count if flat.is_floating_point() else flat.div(count, rounding_mode="trunc")
+            for tensor, mean in zip(tensors, means.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
         self._statistics.clear()
 
@@ -112,9 +113,10 @@ class Gradients:
     def _launch_statistics(self) -> None:
         """Running statistics (batch norm) become their mean over the ranks, so that any of these can stand for all."""
         for number, piece in enumerate(self.stage.pieces):
-            tensors, ranks = list(piece.chain.buffers()), holders_of(self.stage, number)
-            if len(ranks) > 1 and tensors:
+            ranks = holders_of(self.stage, number)
+            for tensors in _alike(piece.chain.buffers()) if len(ranks) > 1 else ():
                 flat = torch.cat([tensor.flatten() for tensor in tensors])
+                flat = flat if flat.is_floating_point() else flat.long()
                 self._statistics.append((tensors, flat, len(ranks)))
                 self._works += [self._sum(flat, ranks, None)]
 
@@ -283,6 +285,13 @@ class ShardedGradients(Gradients):
 def gradients_of(stage: StageModule, world: World) -> Gradients:
     """The gradients of a stage, in the form that its ZeRO level asks for."""
     return BucketedGradients(stage, world, BUCKET_BYTES) if stage.weights is None else ShardedGradients(stage, stage.weights, world)
+
+
+def _alike(buffers: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Buffers that can be added up in one tensor: fractions, complex ones as pairs of them; and whole numbers, which stay exact."""
+    real = [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in buffers]
+    kinds = [buffer for buffer in real if buffer.is_floating_point()], [buffer for buffer in real if not buffer.is_floating_point()]
+    return [some for some in kinds if some]
 
 
 def holders_of(stage: StageModule, piece: int) -> tuple[int, ...]:
