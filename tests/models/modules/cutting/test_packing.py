@@ -90,6 +90,18 @@ def test_attention_of_torch_is_kept_inside_samples() -> None:
     assert packs(make("qwen3"), logits_loss, VOCAB)[0], "a mask of its own, as transformers makes it"
 
 
+def test_what_first_values_of_zero_hide_is_seen() -> None:
+    """Training moves them, and samples would see each other from the second step on."""
+    net = LongSkips()
+    nn.init.zeros_(net.head.weight)
+    assert packs(net, logits_loss, VOCAB) == (True, False), "a mask of its own, behind a head of zeros"
+    assert not net.head.weight.any(), "as it was"
+    gpt, without = PlainGpt(), lambda module, one: one.loss(module(one.ids))
+    for p in (gpt.places.weight, *(block.out.weight for block in gpt.blocks)):
+        nn.init.constant_(p, 1e-9)
+    assert packs(gpt, without, VOCAB) == (True, False), "places are counted through the row"
+
+
 def test_a_loss_that_is_not_weighed_is_seen() -> None:
     assert packs(PlainGpt(), lambda module, one: logits_loss(module, one) / one.ids.numel(), VOCAB)[0] is False
 

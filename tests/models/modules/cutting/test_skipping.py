@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from penstock.errors import InputError
 from penstock.models.modules.cutting.absent import Absent, NeedsValues
 from penstock.models.modules.cutting.buffers import ChangingBuffers, Met
+from penstock.models.modules.cutting.shapes import UnitShapes
 from penstock.models.modules.cutting.skipping import Call, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
 from tests.module_zoo import NAMES, VOCAB, PlainGpt, example, make
@@ -208,6 +209,61 @@ def test_a_micro_batch_of_another_shape_needs_no_trace() -> None:
         kwargs = example("gemma3", samples, length)
         loss, _ = plain(module, lambda module: module(**kwargs))  # noqa: B023
         assert torch.equal(in_two(chain, lambda module: module(**kwargs), 3)[0], loss)  # noqa: B023
+
+
+def test_a_size_that_stays_the_same_is_no_constant() -> None:
+    """As a decoder's length beside sources of many."""
+    unit, cpu = nn.Linear(4, 4), torch.device("cpu")
+    unit.forward = lambda x, source: x * source.mean()  # type: ignore[method-assign]
+    shapes = UnitShapes()
+    for length, source in ((5, 2), (5, 3), (5, 4), (6, 2), (7, 9)):
+        assert shapes.outputs(unit, unit.forward, (torch.ones(length), torch.ones(source)), {}, cpu).shape == (length,)
+
+
+class Alike(nn.Module):
+    """Blocks that look the same from outside, and differ by an attribute; with `counts`, each is given what the one before has counted."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts, self.blocks = counts, nn.ModuleList(_Scaled(index) for index in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths, scales, count = [], [], 0
+        for index, block in enumerate(self.blocks):
+            x, length, scale, found = block(x, count)
+            count = found if self.counts else 0
+            assert found == (index if self.counts else 0) + 1
+            lengths.append(length)
+            scales.append(scale)
+        for length, scale in zip(lengths, scales, strict=True):
+            x = x[:, : length // 2 + 1] * scale if length > 12 else x * scale
+        return x.square().sum()
+
+
+class _Scaled(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.product, self.index = nn.Linear(4, 4), index
+
+    def forward(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, int, float, int]:
+        y = torch.tanh(self.product(x))
+        return (torch.cat([y, y], 1) if self.index == 2 else y), x.shape[1], 1.0 + self.index, count + 1
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_units_that_only_look_the_same_are_told_apart(counts: bool) -> None:
+    """Lengths that grow, numbers that each block gives of its own, and a count that is handed on: of every length."""
+    torch.manual_seed(0)
+    module = Alike(counts)
+    chain = Skipping(module)
+    chain.trace(lambda own: own(torch.zeros(2, 8, 4)))
+    for length in (8, 5, 7, 9, 6, 8):
+        x = torch.randn(2, length, 4)
+        loss, wanted = plain(module, lambda own, x=x: own(x))  # type: ignore[misc]
+        for cut in range(1, 5):
+            got, found = in_two(chain, lambda own, x=x: own(x), cut)  # type: ignore[misc]
+            assert torch.equal(got, loss), (length, cut)
+            assert all(torch.allclose(found[name], gradient) for name, gradient in wanted.items()), (length, cut)
 
 
 def test_weights_of_other_stages_may_be_on_meta() -> None:

@@ -17,6 +17,7 @@ from penstock.models.modules.cutting.dividing import styles_of, tp_plan_of, whol
 from penstock.models.modules.cutting.origins import Made, make_origin, origin_file
 from penstock.models.modules.cutting.packing import attention_dropout, packs
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
+from penstock.models.modules.cutting.shaken import shaken
 from penstock.models.modules.cutting.trying_tp import trains_alike
 from penstock.models.modules.trace import Divided, trace_module
 from penstock.models.ops import Model
@@ -71,9 +72,10 @@ def _divided(made: Made) -> tuple[Divided | None, tuple[str, ...]]:
     size = sum(p.numel() for p in made.module.parameters())
     if size <= _TRIED and not any(p.is_meta for p in made.module.parameters()):
         good = 1
-        while good < 8 and limit % (2 * good) == 0 and not wrong:
-            wrong = trains_alike(made.module, made.loss, styles, 2 * good, made.vocab)
-            good *= 1 if wrong else 2
+        with shaken(made.module):
+            while good < 8 and limit % (2 * good) == 0 and not wrong:
+                wrong = trains_alike(made.module, made.loss, styles, 2 * good, made.vocab)
+                good *= 1 if wrong else 2
         limit = good if wrong else limit
     if wrong and strict and limit == 1:
         raise InputError(f"tp_plan of {made.name} divides it into something else: {wrong}. Correct it, or leave it out.")

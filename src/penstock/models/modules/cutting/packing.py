@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.errors import InputError
 from penstock.models.modules.cutting.absent import Absent
 from penstock.models.modules.cutting.seen import Loss, SeenMicroBatch
+from penstock.models.modules.cutting.shaken import shaken
 from penstock.models.modules.dropout import keyed_dropout
 from penstock.models.modules.init import stable_hash
 
@@ -283,12 +284,13 @@ def packs(module: nn.Module, loss: Loss, vocab: int, stays_inside: bool = False)
     training = module.training
     module.eval()
     try:
-        alone = sum(of(micro_batch([[sample]], _LENGTHS[sample])) for sample in (0, 1))
-        padded = of(micro_batch([[0], [1]], max(_LENGTHS)))
-        try:
-            packed = of(micro_batch([[0, 1]], sum(_LENGTHS)))
-        except (RuntimeError, ValueError, IndexError):  # a row of many samples is longer than any that the module takes
-            packed = float("nan")
+        with shaken(module):
+            alone = sum(of(micro_batch([[sample]], _LENGTHS[sample])) for sample in (0, 1))
+            padded = of(micro_batch([[0], [1]], max(_LENGTHS)))
+            try:
+                packed = of(micro_batch([[0, 1]], sum(_LENGTHS)))
+            except (RuntimeError, ValueError, IndexError):  # a row of many samples is longer than any that the module takes
+                packed = float("nan")
     finally:
         module.train(training)
     return abs(padded - alone) <= 1e-5 * abs(alone), abs(packed - alone) <= 1e-5 * abs(alone)

@@ -28,7 +28,7 @@ from penstock.errors import InputError
 from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.cutting.absent import Absent, NeedsValues, absent, tensors_in
 from penstock.models.modules.cutting.buffers import ChangingBuffers, Met
-from penstock.models.modules.cutting.shapes import UnitShapes
+from penstock.models.modules.cutting.shapes import PLAIN, UnitShapes
 from penstock.models.modules.cutting.units import kind_of, units_of
 
 __all__ = ["Call", "CarryAt", "GlueWeight", "Site", "Skipping", "Through"]
@@ -131,6 +131,13 @@ class Skipping:
         self.plain = {path: unit.forward for path, unit in self.units.items()}
         for unit in self.units.values():
             unit.forward = self._wrapped(unit, unit.forward)  # type: ignore[method-assign]
+
+    def tell_apart(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        """Makes a unit a kind of its own that returns something else than others that look like it: what is chosen by an attribute is not
+        seen from outside."""
+        if not self._shapes[self._kinds[id(unit)]].are_those_of(unit, forward, args, kwargs):
+            self._kinds[id(unit)] = len(self._shapes)
+            self._shapes.append(UnitShapes())
 
     def compile(self) -> None:
         """Units run compiled from now on, for any length, where that spares anything: a lookup is one kernel as it is."""
@@ -244,6 +251,11 @@ class _Entering(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         return gradients[0]
+
+
+def _asked(argument: Any) -> Any:
+    """What decides the shapes that a unit returns, as far as it is seen at once."""
+    return argument.shape if isinstance(argument, torch.Tensor) else argument if type(argument) in PLAIN else None
 
 
 def _entering(given: torch.Tensor, site: torch.Tensor) -> torch.Tensor:
@@ -395,6 +407,7 @@ class _Trace(_Pass):
         with self.unwatched():
             self.use((args, kwargs), by_unit=True)
             self.kept.append((args, kwargs))
+            self.chain.tell_apart(unit, forward, args, kwargs)
         self.calls.append(self.chain._paths[id(unit)])
         out = self.skipped(unit, forward, args, kwargs)
         self.begun, self.count = self.begun + 1, 0
@@ -482,9 +495,9 @@ class _Part(_Pass):
         return out
 
     def _skipped_once(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        lead = next((x for x in args if isinstance(x, torch.Tensor)), None)
-        key = (self.chain._kinds[id(unit)], None if lead is None else lead.shape, len(args), len(kwargs))
-        if lead is None or key not in self.same:
+        given = tuple(map(_asked, (*args, *kwargs.values())))
+        key = (self.chain._kinds[id(unit)], given, len(args))
+        if not any(isinstance(x, torch.Tensor) for x in args) or key not in self.same:
             self.same[key] = self.skipped(unit, forward, args, kwargs)
         return self.same[key]
 
