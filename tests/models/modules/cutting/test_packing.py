@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import InputError
 from penstock.models.modules.batch import Batch, Sequences
+from penstock.models.modules.cutting.describing import describe
+from penstock.models.modules.cutting.origins import made_of
 from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dropout, has_dropout, kept, packs, sample_attention
 from penstock.models.modules.cutting.seen import logits_loss, seen
 from penstock.models.modules.cutting.skipping import Skipping
@@ -155,6 +159,37 @@ def test_dropout_is_the_same_under_any_cut_packing_and_recomputation() -> None:
         assert (found - gradients).abs().max() <= 1e-5 * gradients.abs().max()
     module.eval()
     assert abs(total(module, [[0], [1], [2], [3]], "padded", 1)[0] - loss) > 1e-3 * loss
+
+
+class Recomputing(PlainGpt):
+    """Recomputes its blocks by itself: around them, or each within."""
+
+    reentrant, around = True, True
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.drop(self.words(ids) + self.places(torch.zeros_like(ids) if positions is None else positions))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if self.around else block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", [False, True])
+def test_what_a_module_recomputes_itself_changes_nothing(reentrant: bool, around: bool) -> None:
+    torch.manual_seed(0)
+    module = Recomputing(dropout=0.3)
+    module.reentrant, module.around = reentrant, around
+    for block in () if around else module.blocks:
+        inside: Any = block.forward
+        block.forward = lambda x, inside=inside: checkpoint(inside, x, use_reentrant=reentrant)  # type: ignore[method-assign,misc]
+    plain = PlainGpt(dropout=0.3)
+    plain.load_state_dict(module.state_dict())
+    loss, gradient = total(plain, [[0, 1], [2, 3]], "packed", 3)
+    for layout, recompute in (("packed", ()), ("packed", range(8)), ("padded", (1, 3))):
+        other, found = total(module, [[0, 1], [2, 3]], layout, 3, recompute)  # type: ignore[arg-type]
+        assert abs(other - loss) <= 1e-6 * loss and (found - gradient).abs().max() <= 1e-5 * gradient.abs().max()
+    assert torch.utils.checkpoint.checkpoint(torch.neg, torch.ones(1, requires_grad=True), use_reentrant=True).grad_fn is not None
+    assert any("recomputes itself" in note for note in describe(made_of(module)).notes)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -15,6 +15,7 @@ from torch import nn
 from penstock.errors import InputError
 from penstock.models.modules.cutting.dividing import styles_of, tp_plan_of, whole_degrees
 from penstock.models.modules.cutting.origins import Made, make_origin, origin_file
+from penstock.models.modules.cutting.own_recomputation import left_out
 from penstock.models.modules.cutting.packing import attention_dropout, packs
 from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
 from penstock.models.modules.cutting.shaken import shaken
@@ -53,13 +54,17 @@ def describe(made: Made, dtype: str = "fp32", origin: str = "") -> Model:
         classes[0] = micro_batch.num_classes
         return found
 
-    with quiet_fakes():
+    with quiet_fakes(), left_out() as recomputed:
         divided, notes = _divided(made)
         model = trace_module(
             made.module, made.example, made.name, dtype, length=min(made.positions or _LENGTH, _LENGTH), call=loss, divided=divided,
             two_sided=made.form == "encoder-decoder",
         )  # fmt: skip
-    return _laid_out(with_origin(replace(model, notes=notes), made, origin, classes[0]), made)
+        model = _laid_out(with_origin(replace(model, notes=notes), made, origin, classes[0]), made)
+    if not recomputed:
+        return model
+    note = "what the module recomputes itself (torch.utils.checkpoint) is left out: the plan decides what runs again."
+    return replace(model, notes=(*model.notes, note))
 
 
 def _divided(made: Made) -> tuple[Divided | None, tuple[str, ...]]:

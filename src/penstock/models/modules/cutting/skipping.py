@@ -28,6 +28,7 @@ from penstock.errors import InputError
 from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.cutting.absent import Absent, NeedsValues, absent, tensors_in
 from penstock.models.modules.cutting.buffers import ChangingBuffers, Met
+from penstock.models.modules.cutting.own_recomputation import Recomputed, left_out
 from penstock.models.modules.cutting.shapes import PLAIN, UnitShapes
 from penstock.models.modules.cutting.units import kind_of, units_of
 
@@ -328,7 +329,8 @@ class _Pass:
         """Units ask this pass while it lasts."""
         before, self.chain._run = self.chain._run, self
         try:
-            yield
+            with left_out():
+                yield
         except NeedsValues as error:
             after = self.calls_so_far()
             where = f"after '{after[-1]}'" if after else "before the first part"
@@ -523,7 +525,7 @@ class _Part(_Pass):
             with cudnn_attention(allowed), buffers.run(met):
                 return ambient.copy().run(forward, *a, **kw)
 
-        return checkpoint(again, *args, use_reentrant=False, **kwargs)
+        return checkpoint(Recomputed(again), *args, use_reentrant=False, **kwargs)
 
     def _on_units(self, given: Any) -> bool:
         """Whether any of these tensors depends on weights."""
