@@ -325,7 +325,23 @@ def remembered(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.
     return x + sum(net.seen)
 
 
-@pytest.mark.parametrize("between", [in_place, received_in_place, into_another, remembered])
+class Halved(torch.autograd.Function):
+    """As reversal of gradients is written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradients[0] / 2, -gradients[0]
+
+
+def with_a_gradient_of_its_own(net: Net, index: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return Halved.apply(x * 2, y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("between", [in_place, received_in_place, into_another, remembered, with_a_gradient_of_its_own])
 def test_glue_of_many_kinds(between: Any) -> None:
     assert_every_cut(Net(between), net_call)
 

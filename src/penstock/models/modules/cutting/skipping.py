@@ -13,9 +13,11 @@ with all units skipped finds the calls and every cut's sites, and takes millisec
 from __future__ import annotations
 
 import contextvars
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +114,8 @@ class Skipping:
         """What crosses before call 1, 2, …"""
         self.glue_weights: tuple[GlueWeight, ...] = ()
         self.glue_buffers: tuple[GlueBuffer, ...] = ()
+        self.has_functions = False
+        """Whether code between units calls functions with a backward pass of their own."""
         self._weights = [
             (f"{path}.{name}" if path else name, part, name)
             for path, part in module.named_modules()
@@ -269,6 +273,16 @@ def _entering(given: torch.Tensor, site: torch.Tensor) -> torch.Tensor:
 
 
 _FROM_UNIT = "_penstock_from_unit"
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _in_function() -> bool:
+    """Whether the forward pass of a `torch.autograd.Function` is what calls."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code is not _APPLY:
+        frame = frame.f_back
+    return frame is not None
+
 
 
 def _mark(tree: Any) -> None:
@@ -370,6 +384,8 @@ class _Trace(_Pass):
         self.made: dict[Site, torch.Tensor] = {}
         self.last_use: dict[Site, int] = {}
         """Moments: call k is 2k, the glue after it 2k + 1."""
+        self.of_function: dict[int, set[Site]] = {}
+        """What functions with a backward pass of their own return, and the sites that they made it of."""
         self.weights: dict[int, str] = {}
         self.used_after: dict[str, set[int]] = {}
 
@@ -393,8 +409,11 @@ class _Trace(_Pass):
                 if not values:
                     continue
                 self.used_after.setdefault(self.weights[id(x)], set()).add(self.begun - 1)
-            elif id(x) in self.site:
-                self.last_use[self.site[id(x)]] = when
+            for site in self.sites_of(x):
+                self.last_use[site] = when
+
+    def sites_of(self, x: Any) -> Collection[Site]:
+        return (self.site[id(x)],) if id(x) in self.site else self.of_function.get(id(x), ())
 
     def mark(self, out: Any, kind: str, number: int) -> None:
         for j, x in enumerate(tensors_in(out)):
@@ -420,7 +439,13 @@ class _Trace(_Pass):
         with self.unwatched():
             number = len(tensors_in(out))
             self.use(given, values=number > 0)
-            if number and any(isinstance(x, Absent) for x in tree_iter(given)):
+            if _in_function():
+                # No gradient reaches what crosses in there: what it is given crosses, and it runs on both sides.
+                self.chain.has_functions = True
+                self.kept.append(out)
+                sites = {site for x in tree_iter(given) for site in self.sites_of(x)}
+                self.of_function |= {id(x): sites for x in tensors_in(out) if isinstance(x, Absent)}
+            elif number and any(isinstance(x, Absent) for x in tree_iter(given)):
                 self.mark(out, "glue", self.count)
                 self.count += number
         return out
@@ -553,6 +578,8 @@ class _Part(_Pass):
         with self.unwatched():
             if (number := len(tensors_in(out))) and self._on_units(given):
                 _mark(out)
+                if self.chain.has_functions and _in_function():
+                    return out
                 if self.begun in self.watched:
                     out = self._exchanged(out, "glue", self.count)
                 self.count += number
