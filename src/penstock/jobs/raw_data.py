@@ -84,8 +84,8 @@ def fitted(data: DataSet, model: Model, over_long: str, prompt_loss: bool = Fals
 
 
 def _most_positions(model: Model) -> int:
-    """Tokens that a sample may have; somebody's module does not say, and may take any number."""
-    unknown = model.seq_length and "origin" in model.config and not str(model.config["origin"]).startswith("hf:")
+    """Tokens that a sample may have; somebody's module does not say, nor do models of transformers without places, and may take any."""
+    unknown = model.seq_length and "origin" in model.config and not model.config.get("positions")
     return _ANY_LENGTH if unknown else model.seq_length
 
 

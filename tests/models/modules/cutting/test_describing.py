@@ -47,3 +47,13 @@ def test_layers_that_would_be_skipped_by_chance_run_and_a_note_says_so(tmp_path:
     model = describe_origin(f"hf:{tmp_path}")
     assert any("layerdrop of 0.2 is left out" in note for note in model.notes)
     assert {"model.encoder.layers.0", "model.decoder.layers.0", "model.decoder.layers.1"} <= {*model.names}
+
+
+def test_a_model_without_places_takes_samples_of_any_length(tmp_path: Path) -> None:
+    from penstock import find_plans
+
+    config = transformers.BloomConfig(
+        vocab_size=40, hidden_size=16, n_layer=1, n_head=2, architectures=["BloomForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(str(tmp_path))
+    assert find_plans(f"hf:{tmp_path}", "1xcpu", data=[[1] * 200, [2] * 9], tokens_per_batch=200)[0].seq_length == 199

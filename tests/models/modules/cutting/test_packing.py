@@ -106,6 +106,14 @@ def test_what_first_values_of_zero_hide_is_seen() -> None:
     assert packs(gpt, without, VOCAB) == (True, False), "places are counted through the row"
 
 
+def test_attention_that_hardly_moves_the_loss_yet_is_seen() -> None:
+    """Bloom calls products of its own, and begins with weights of 0.02."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
+    torch.manual_seed(0)
+    assert packs(transformers.BloomForCausalLM(config), logits_loss, VOCAB) == (True, False)
+
+
 def test_a_loss_that_is_not_weighed_is_seen() -> None:
     assert packs(PlainGpt(), lambda module, one: logits_loss(module, one) / one.ids.numel(), VOCAB)[0] is False
 

@@ -116,7 +116,7 @@ def with_origin(model: Model, made: Made, origin: str, num_classes: int = 0) -> 
         return replace(model, config=config, seq_length=0)
     length = made.positions or model.seq_length
     dec_length = length if made.form == "encoder-decoder" else 0
-    return replace(model, config={**config, "vocab": made.vocab}, seq_length=length, dec_length=dec_length)
+    return replace(model, config={**config, "vocab": made.vocab, "positions": made.positions}, seq_length=length, dec_length=dec_length)
 
 
 @contextmanager

@@ -42,9 +42,13 @@ def made_by_transformers(folder: str, seed: int) -> Made:
     return Made(
         _path(folder).resolve().name, module, logits_loss, lambda *sizes: _example(form, size, config, *sizes),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
-        0 if form == "images" else int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 0),
+        0 if form == "images" else next((int(n) for name in _POSITIONS if (n := getattr(text, name, None))), 0),
         stays_inside=ours, notes=keep_layers(module),
     )  # fmt: skip
+
+
+_POSITIONS = "max_position_embeddings", "n_positions", "max_seq_len"
+"""What configs call the longest sample; those of ALiBi and of recurrent models have none."""
 
 
 def _chooses_attention(module: Any) -> bool:
