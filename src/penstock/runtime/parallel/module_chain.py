@@ -20,7 +20,7 @@ from penstock.models.modules.base import Carry
 from penstock.models.modules.build import TORCH_DTYPES
 from penstock.models.modules.cutting.dividing import Division, Styles
 from penstock.models.modules.cutting.origins import Made, make_origin
-from penstock.models.modules.cutting.packing import Keeper, has_dropout, kept
+from penstock.models.modules.cutting.packing import Keeper, SeenDropout, has_dropout, kept
 from penstock.models.modules.cutting.seen import SeenMicroBatch, seen
 from penstock.models.modules.cutting.skipping import Site, Skipping
 from penstock.models.modules.cutting.weights import WeightTable
@@ -55,12 +55,13 @@ class CutModule:
         self.module = made.module.train()
         for p in self.module.parameters():  # before shapes of skipped units are learnt, and dtypes with them
             p.data = p.data.to(self.dtype) if p.is_floating_point() else p.data
-        self.drops = has_dropout(self.module)
         parts = dict(self.module.named_modules())
         styles = {path: style for path, style in described_styles(model).items() if path in parts}  # of another module: told below
         self.division = Division(self.module, styles)  # before units are skipped: some divided parts are units
         self.skipping = Skipping(self.module)
-        self.skipping.trace(lambda module: made.loss(module, self._tiny()))
+        with SeenDropout() as seen_dropout:
+            self.skipping.trace(lambda module: made.loss(module, self._tiny()))
+        self.drops = has_dropout(self.module) or seen_dropout.drops
         self._table = WeightTable(self.skipping)
         self._require_same()
         for p in self.module.parameters():

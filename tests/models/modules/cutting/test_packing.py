@@ -20,6 +20,7 @@ from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dr
 from penstock.models.modules.cutting.seen import logits_loss, seen
 from penstock.models.modules.cutting.skipping import Skipping
 from penstock.models.modules.cutting.transformers_models import made_by_transformers, use_our_attention
+from penstock.runtime.parallel.module_chain import CutModule
 from tests.module_zoo import VOCAB, LongSkips, PlainGpt, example, make
 
 
@@ -109,9 +110,9 @@ def test_what_first_values_of_zero_hide_is_seen() -> None:
 def test_attention_that_hardly_moves_the_loss_yet_is_seen() -> None:
     """Bloom calls products of its own, and begins with weights of 0.02."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
+    config = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(0)
-    assert packs(transformers.BloomForCausalLM(config), logits_loss, VOCAB) == (True, False)
+    assert packs(transformers.BloomForCausalLM(config), logits_loss, 300) == (True, False)
 
 
 def test_a_loss_that_is_not_weighed_is_seen() -> None:
@@ -167,6 +168,21 @@ def test_dropout_is_the_same_under_any_cut_packing_and_recomputation() -> None:
         assert (found - gradients).abs().max() <= 1e-5 * gradients.abs().max()
     module.eval()
     assert abs(total(module, [[0], [1], [2], [3]], "padded", 1)[0] - loss) > 1e-3 * loss
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dropout_without_a_part_of_its_own_is_seen(dropout: float) -> None:
+    """Its masks too depend on seed, step, sample and place alone."""
+
+    class Dropping(nn.Sequential):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids)  # type: ignore[no-any-return]
+
+    block = nn.Linear(8, 8)
+    block.forward = lambda x: nn.functional.dropout(x, dropout, block.training) + x  # type: ignore[method-assign]
+    made = made_of(Dropping(nn.Embedding(VOCAB, 8), block, nn.Linear(8, VOCAB)))
+    assert not has_dropout(made.module)
+    assert CutModule(describe(made), made, torch.device("cpu")).drops == (dropout > 0)
 
 
 class Recomputing(PlainGpt):

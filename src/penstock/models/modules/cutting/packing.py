@@ -25,7 +25,7 @@ from penstock.models.modules.cutting.shaken import shaken
 from penstock.models.modules.dropout import keyed_dropout
 from penstock.models.modules.init import stable_hash
 
-__all__ = ["Keeper", "attention_dropout", "has_dropout", "keep_layers", "kept", "packs", "sample_attention"]
+__all__ = ["Keeper", "SeenDropout", "attention_dropout", "has_dropout", "keep_layers", "kept", "packs", "sample_attention"]
 
 _CURRENT: ContextVar[SeenMicroBatch | None] = ContextVar("micro_batch", default=None)
 """What runs now; a unit that is recomputed runs with its own again."""
@@ -78,8 +78,7 @@ class Keeper:
         x, keys = args[0], self._keys(args[0])
         if self._is_attention(x, keys):
             return x
-        probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-        training = kwargs.get("training", args[2] if len(args) > 2 else True)
+        probability, training = _drops(args, kwargs)
         if not training or not probability or keys is None or isinstance(x, Absent) or x.is_meta:
             return func(*args, **kwargs)
         key = stable_hash(self._micro_batch.key, place)
@@ -94,6 +93,11 @@ class Keeper:
         """Of the side whose positions a tensor has; where it may be either, the keys are the same."""
         both = self._micro_batch.keys, self._micro_batch.dec_keys
         return next((keys for keys in both if keys is not None and keys.numel() == x.shape[:-1].numel()), None)
+
+
+def _drops(args: Any, kwargs: Any) -> tuple[float, bool]:
+    """How much a call of `functional.dropout` drops, and whether it does."""
+    return kwargs.get("p", args[1] if len(args) > 1 else 0.5), kwargs.get("training", args[2] if len(args) > 2 else True)
 
 
 def _without_dropout(args: Any, kwargs: Any, at: int) -> tuple[Any, Any]:
@@ -118,6 +122,19 @@ def has_dropout(module: nn.Module) -> bool:
     named = vars(config) if hasattr(config, "model_type") else {}
     in_config = any(isinstance(value, float) and value > 0 and ("dropout" in name or "pdrop" in name) for name, value in named.items())
     return in_config or attention_dropout(module) > 0 or any(isinstance(part, nn.Dropout) and part.p > 0 for part in module.modules())
+
+
+class SeenDropout(TorchFunctionMode):
+    """Notices dropout that no part of a module stands for: of modules that call `functional.dropout` themselves."""
+
+    drops = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            probability, training = _drops(args, kwargs)
+            self.drops |= bool(probability and training)
+        return func(*args, **kwargs)
 
 
 def attention_dropout(module: nn.Module) -> float:
