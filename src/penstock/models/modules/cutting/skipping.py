@@ -428,8 +428,9 @@ class _Trace(_Pass):
         with self.unwatched():
             self.use((args, kwargs), by_unit=True)
             self.kept.append((args, kwargs))
-            self.chain.tell_apart(unit, forward, args, kwargs)
         self.calls.append(self.chain._paths[id(unit)])
+        with self.unwatched():
+            self.chain.tell_apart(unit, forward, args, kwargs)
         out = self.skipped(unit, forward, args, kwargs)
         self.begun, self.count = self.begun + 1, 0
         self.mark(out, "out", 0)
