@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -108,6 +109,23 @@ def test_the_rate_is_linear_in_the_length_and_goes_on_beyond_the_longest() -> No
     curves = MeasuredCurves(series(points))
     for length in (64, 100, 128, 300, 512, 5000):
         assert at(curves, 8192, length) == pytest.approx(8192 * (1e-6 + 1e-9 * length))
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(1e-9, 1e-6), min_size=3, max_size=3), st.sampled_from([True, False]))
+def test_beyond_the_longest_length_work_never_takes_less(rates: list[float], log: bool) -> None:
+    """Whatever was measured, such as other kernels at the longest length."""
+    name = "forward_s" if log else "growth_bytes"
+    curves = MeasuredCurves(series([(4096, length, 4096 * rate) for length, rate in zip((64, 512, 1024), rates, strict=True)], name=name))
+    found = [at(curves, 4096, length, name, log) for length in (1024, 1500, 2048, 4096)]
+    assert found[0] == pytest.approx(4096 * rates[2])
+    assert all(longer >= shorter * (1 - 1e-12) for shorter, longer in pairwise(found))
+
+
+def test_a_last_length_of_faster_kernels_does_not_hide_the_squares() -> None:
+    points = [(65536, length, 65536 * rate) for length, rate in ((64, 1e-8), (512, 5e-8), (1024, 4e-8))]
+    slope = (4e-8 - 1e-8) / (1024 - 64)
+    assert at(MeasuredCurves(series(points)), 65536, 4096) == pytest.approx(65536 * (4e-8 + slope * (4096 - 1024)))
 
 
 @pytest.mark.parametrize(

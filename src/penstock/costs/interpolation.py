@@ -2,7 +2,8 @@
 
 Along the size axis time is interpolated on log-log axes, which is exact both where a launch costs the same whatever the
 size and where work grows with it. Along the length axis the rate per token is linear, so that a packed micro-batch of mixed
-lengths costs what its tokens and its sum of squares say.
+lengths costs what its tokens and its sum of squares say. Beyond the longest length it rises as between the last two, or as over all of
+them if that is more: it never falls there.
 """
 
 from __future__ import annotations
@@ -66,10 +67,13 @@ class MeasuredCurves:
             return np.where(known > 0, np.maximum(by_length[0], 0.0) * size, 0.0)
         piece = np.clip(np.searchsorted(self._lengths, length, side="right") - 1, 0, len(self._lengths) - 2)
         low, high = self._lengths[piece], self._lengths[piece + 1]
-        share = np.clip((length - low) / (high - low), 0.0, None)
+        share, beyond = np.clip((length - low) / (high - low), 0.0, 1.0), np.maximum(length - high, 0.0)
         which = np.arange(len(size))
         first, second = by_length[piece, which], by_length[piece + 1, which]
-        return np.where(known > 0, np.maximum(first + share * (second - first), 0.0) * size, 0.0)
+        # One piece alone may fall, where a longer length runs other kernels, and would reach zero.
+        overall = (by_length[-1] - by_length[0]) / (self._lengths[-1] - self._lengths[0])
+        rising = np.maximum(np.maximum((second - first) / (high - low), overall), 0.0)
+        return np.where(known > 0, np.maximum(first + share * (second - first) + beyond * rising, 0.0) * size, 0.0)
 
     def host_s(self, column: str, size: Floats) -> Floats:
         """Time to issue the op at each size, since other sizes run other kernels; outside the known ones the nearest counts."""
