@@ -182,7 +182,8 @@ def test_baselines_and_proof_are_told(capsys: pytest.CaptureFixture[str]) -> Non
     found = {row["name"]: row["plan"] for row in told["baselines"]}
     assert all(found.values())  # there is room for everyone
     assert all(plan["time_s"] >= best["time_s"] * (1 - 1e-9) for plan in found.values())
-    assert told["lower_bound_s"] <= best["time_s"] and all(row["bound_s"] >= told["lower_bound_s"] for row in told["proof"])
+    assert told["lower_bound_s"] <= told["formula_s"] and told["gap"] == pytest.approx(told["formula_s"] / told["lower_bound_s"] - 1)
+    assert all(row["bound_s"] >= told["lower_bound_s"] for row in told["proof"])
     assert best["hours"] == pytest.approx(best["time_s"] * 10 / 3600)
 
 

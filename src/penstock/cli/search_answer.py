@@ -47,7 +47,8 @@ class SearchAnswer:
         print_json({
             **self.asked, "files": self.files,
             "seq_length": best.plan.seq_length, "precision": best.plan.precision, "gradients": best.plan.gradients,
-            "notes": self._notes(), "lower_bound_s": outcome.bound_s, "gap": outcome.gap, "stopped": outcome.stopped,
+            "notes": self._notes(), "lower_bound_s": outcome.bound_s, "formula_s": outcome.formula_s, "gap": outcome.gap,
+            "stopped": outcome.stopped,
             "fastest_s": outcome.choices[0].estimate.time_s, "error": outcome.error, "strict": self.strict,
             "plans": [choice_row(choice, self.count) for choice in self.choices],
             **({"baselines": baseline_rows(self.request, outcome)} if self.baselines else {}),

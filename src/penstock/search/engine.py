@@ -98,7 +98,7 @@ def search_plans(
     which `penstock search` offers them.
 
     >>> outcome = search_plans("gpt-1.3b", "4xa100-40gb", 64, top=1)
-    >>> outcome.bound_s <= outcome.choices[0].estimate.time_s
+    >>> outcome.bound_s <= outcome.formula_s  # the clock hides messages behind compute: `estimate.time_s` may be below both
     True
     """
     request = Request.of(
