@@ -95,6 +95,8 @@ class Op:
     """Number of weights."""
     flops: Quantity = NOTHING
     backward_flops: Quantity = NOTHING
+    repeated_flops: Quantity = NOTHING
+    """Those of its backward pass that make again what its forward pass made, as fused attention does its scores."""
     traffic: Quantity = NOTHING
     """Bytes it must read and write."""
     backward_traffic: Quantity = NOTHING
@@ -121,9 +123,8 @@ class Op:
 
     @property
     def needed_flops(self) -> Quantity:
-        """What both passes have to compute; fused attention makes its scores once more in its backward pass, which is recomputation."""
-        fused = self.kind == "attention" and self.config.get("fused", False)
-        return self.flops * 3 if fused else self.flops + self.backward_flops
+        """What both passes have to compute, nothing of it twice."""
+        return self.flops + self.backward_flops + self.repeated_flops * -1.0
 
     def seen_share(self, shape: Shape) -> float:
         """The share of the pairs of causal attention that its window lets through; of samples of unequal lengths, as if all had the length

@@ -173,6 +173,7 @@ def attention(
     }  # fmt: skip
     return Op(
         name, "attention", config, tuple(carry), parameters=parameters, flops=flops, backward_flops=flops * (2.5 if fused else 2),
+        repeated_flops=flops * (0.5 if fused else 0),
         traffic=moved, backward_traffic=moved * 2, tp_limit=kv_heads,
         splits=(Split(kept=kept, saves_in=tuple(saves), saves_out=("context",) if fused else ()),),
         num_kernels=7 if rotary else 1, mask_item_bytes=item if window and fused else 0,

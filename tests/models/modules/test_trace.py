@@ -124,6 +124,9 @@ def test_a_list_of_blocks(layers: int) -> None:
     assert model.ops[-1].op.tied_to == "words"
     layer = model.ops[2].op
     assert layer.flops.whole.terms() == {"tokens": 2 * 12 * 32**2, "squares": 4 * 32}
+    # Fused attention's backward pass makes its scores again, which no model needs: as of our own ops.
+    assert layer.backward_flops.whole.terms() == {"tokens": 2 * 2 * 12 * 32**2, "squares": 2.5 * 4 * 32}
+    assert layer.needed_flops.whole.terms() == {"tokens": 3 * 2 * 12 * 32**2, "squares": 3 * 4 * 32}
     assert layer.parameters.whole.terms() == {"one": 12 * 32**2 + 13 * 32}
     assert [(spec.name, spec.dims) for spec in layer.carry] == [("hidden", ("tokens", 32))]
     assert model.seq_length == 64

@@ -24,7 +24,7 @@ __all__ = ["AMOUNTS", "Called", "TracedOp", "TracedPass", "storage_of", "told_wh
 
 Called = Callable[[nn.Module, Any], Any]
 """Runs a module on what an example makes."""
-AMOUNTS = ("parameters", "flops", "backward_flops", "traffic", "backward_traffic", "workspace", "kept")
+AMOUNTS = ("parameters", "flops", "backward_flops", "repeated_flops", "traffic", "backward_traffic", "workspace", "kept")
 """What is counted of each op."""
 _DEVICE = torch.ops.prim.device.default
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -93,6 +93,14 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
         return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape) * (0.5 if causal else 1)
     count = flop_registry.get(packet)
     return count(*args, **kwargs, out_val=out) if count else 0
+
+
+def _repeated_flops(func: Any, args: Any) -> float:
+    """Those of the scores, which the backward pass of fused attention makes again: the first of its five products."""
+    if func._overloadpacket is not _CPU_FLASH_BACKWARD:
+        return 0
+    _, query, key, *_ = args
+    return float(2 * query.numel() * key.shape[-2] * (0.5 if args[7] else 1))
 
 
 def _result(func: Any, args: Any, kwargs: Any) -> Any:
@@ -260,6 +268,7 @@ class TracedPass(TorchDispatchMode):
         new = [x for x in results if storage_of(x) not in before]
         prefix = "backward_" if self.backward else ""
         segment.amounts[f"{prefix}flops"] += _flops(func, args, kwargs, out)
+        segment.amounts["repeated_flops"] += _repeated_flops(func, args)
         if new or func._schema.is_mutable:  # Otherwise a view: nothing moves.
             segment.amounts[f"{prefix}traffic"] += sum(map(_size, given)) + sum(map(_size, new))
             segment.num_kernels += not self.backward
