@@ -920,6 +920,8 @@ _TRAINING = (
          "return every > 0 and done % every == 0", "what a run came to is not known", "runtime/test_trainer.py", pick="under_another_plan"),
     _bug("MFU counts the forward pass alone", "runtime/telemetry/flops.py", "np.array(op.needed_flops.form(1).coeff",
          "np.array(op.flops.form(1).coeff", "a third of the truth", "runtime/telemetry"),
+    _bug("a step's MFU counts what a window hides", "runtime/telemetry/flops.py", "np.array([op.seen_share(shape) for shape in shapes])",
+         "np.ones(len(shapes))", "more than the plan predicts, at the same time", "runtime/telemetry/test_flops.py", pick="estimate"),
     _bug("what was trained is evaluated", "runtime/run_inputs.py", 'source = batch_source(request, "validation")',
          "source = batch_source(request)", "the loss that is told is too good", "runtime/test_run.py"),
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.costs.sources import open_costs
@@ -12,10 +14,12 @@ from penstock.runtime.telemetry.flops import PeakTimes
 from penstock.timing.estimate import Estimator
 
 
-@pytest.mark.parametrize("name", ["gpt-tiny", "t5-tiny", "resnet-tiny"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "t5-tiny", "resnet-tiny", "llama-tiny"])
 def test_full_samples_give_the_estimate(name: str) -> None:
-    """With samples as long as the plan expects and the time it expects, the share is the plan's own."""
+    """With samples as long as the plan expects and the time it expects, the share is the plan's own; a window's too."""
     plan = uniform_plan(name, "2xa100-80gb", global_batch=8, micro_batch=2, replicas=2)
+    if name == "llama-tiny":
+        plan = replace(plan, model={"base": name, "window": 32})
     model, cluster = model_of(plan), cluster_of(plan)
     found = Estimator(model, cluster, open_costs("roofline", cluster)).estimate(plan)
     lengths, dec = (plan.seq_length,) * 2 if plan.seq_length else (), (plan.dec_length,) * 2 if plan.dec_length else ()
