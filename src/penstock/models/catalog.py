@@ -92,10 +92,12 @@ def _hugging_face(text: str) -> Model:
 
 def _described(text: str) -> Model:
     """Somebody's module, which is made and run to be described: whatever it raises is told as what is wrong with it."""
+    from penstock.models.huggingface import named_dtype
     from penstock.models.modules.cutting.describing import describe_origin
 
+    dtype = named_dtype(text.removeprefix("hf:")) if text.startswith("hf:") else ""
     try:
-        return describe_origin(text)
+        return replace(describe_origin(text, dtype), open_dtype=False) if dtype else describe_origin(text)
     except PenstockError:
         raise
     except Exception as error:

@@ -17,7 +17,7 @@ from penstock.models.ops import Model
 from penstock.models.t5 import T5Config, t5
 
 __all__ = [
-    "HF_ACTIVATIONS", "HF_DTYPES", "TRANSFORMERS", "NotOurs", "found_source", "hf_folder", "model_from_hf",
+    "HF_ACTIVATIONS", "HF_DTYPES", "TRANSFORMERS", "NotOurs", "found_source", "hf_folder", "model_from_hf", "named_dtype",
 ]  # fmt: skip
 
 TRANSFORMERS = "transformers:"
@@ -76,6 +76,17 @@ def hf_folder(source: str) -> Path | None:
     return path if path.is_dir() else path.parent
 
 
+def _config_file(path: str) -> Path:
+    return Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+
+
+def named_dtype(path: str) -> str:
+    """Our name of the dtype that a `config.json` (or a folder holding one) has for its model; "" where it names none of ours."""
+    values = read_json(_config_file(path), "Hugging Face config")
+    found = (values.get("dtype") or values.get("torch_dtype")) if isinstance(values, dict) else None
+    return HF_DTYPES.get(str(found).removeprefix("torch."), "")
+
+
 def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
     """The model that a Hugging Face `config.json` (or a folder holding one) describes.
 
@@ -83,7 +94,7 @@ def model_from_hf(path: str, *, keep_attention_dropout: bool = False) -> Model:
     states is kept, but not inside T5's MLP. Dropout of attention probabilities becomes 0, because the fused kernels have none, and
     is noted; `keep_attention_dropout` keeps it and gives up the fused kernels (GPT-2 and BERT only).
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = _config_file(path)
     where = f"Hugging Face config '{file}'"
     values = read_json(file, "Hugging Face config")
     if not isinstance(values, dict):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from penstock.clusters import resolve_cluster
+from penstock.models.catalog import resolve_model
 from penstock.models.modules.cutting import transformers_models
 from penstock.models.modules.cutting.describing import describe_origin
+from penstock.plans.precision import chosen_precision
 
 transformers = pytest.importorskip("transformers")
 
@@ -29,6 +33,14 @@ def test_dropout_that_is_left_out_is_told_and_a_model_traced_once_while_its_file
     config = Path(folder) / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 1'))
     assert describe_origin(f"hf:{folder}").num_ops == model.num_ops - 1
+
+
+@pytest.mark.parametrize(("named", "planned", "told"), [("float32", "fp32", False), ("float16", "fp16", False), (None, "bf16", True)])
+def test_the_dtype_of_its_config_is_that_of_its_plans(folder: str, named: str | None, planned: str, told: bool) -> None:
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": named}))
+    model, notes = chosen_precision(resolve_model(f"hf:{folder}"), resolve_cluster("1xa100-40gb"))
+    assert model.dtype == planned and any("the config names no dtype" in note for note in notes) == told
 
 
 def test_why_a_large_model_is_padded_is_told(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
