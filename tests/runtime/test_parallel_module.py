@@ -31,6 +31,7 @@ from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.runtime.checkpoints.layout import WEIGHTS, stored_shapes
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.optimizing.optimizer import MASTER
+from penstock.runtime.optimizing.own_rules import require_divides
 from penstock.runtime.parallel_module import Parallel, _OpenRank, parallelize
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 from penstock.runtime.source import load_share
@@ -259,6 +260,70 @@ def test_a_step_is_clipped_only_where_its_own_norm_was_asked_for() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert (masters(model) - before).double().norm().item() == pytest.approx(0.1 * (clip or norm), rel=1e-4) and norm > 0.05
+
+
+def test_schedulers_turn_more_than_rates() -> None:
+    """A cycle's momentum, and decay that somebody changes in the groups, as with torch's own optimizer."""
+    model, batches = in_own_loop(make_case(ONE, 3, iterations=3))
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3, base_momentum=0.2, max_momentum=0.9)
+    plain = nn.ParameterList([masters(model)])
+    beside = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
+    its = torch.optim.lr_scheduler.OneCycleLR(beside, 0.1, total_steps=3, base_momentum=0.2, max_momentum=0.9)
+    for batch in batches:
+        model.step(batch)
+        plain[0].grad = torch.cat([one.parameter.grad.flatten() for s in model.rank.stages.values() for one in s.held])  # type: ignore
+        for group in (*optimizer.param_groups, *beside.param_groups):
+            group["weight_decay"] += 0.1
+        optimizer.step()
+        beside.step()
+        optimizer.zero_grad()
+        torch.testing.assert_close(masters(model), plain[0].detach())
+        if batch is not batches[-1]:
+            schedule.step()
+            its.step()
+
+
+class Together(torch.optim.SGD):
+    """Divides by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        weights = self.param_groups[0]["params"]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in weights])
+        for p in weights:
+            p.grad = p.grad / norm
+        super().step()
+
+
+def test_rules_that_look_at_whole_weights_are_refused_where_there_are_parts() -> None:
+    """Of Adafactor and Muon a part is another thing than the whole; silently, as every shape is right."""
+    plan = uniform_plan("llama-tiny", "4xcpu", global_batch=8, micro_batch=2, precision="fp32")
+    zero = replace(plan.stages[0], zero=3)
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor, Together):
+        require_divides(kind, {"lr": 0.0}, plan)
+    for kind in (torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adamax):
+        require_divides(kind, {"lr": 1e-5}, replace(plan, precision="bf16"))
+    with pytest.raises(InputError, match=r"Adafactor looks at whole weights, and bf16 has fp32 masters laid flat under this plan"):
+        require_divides(torch.optim.Adafactor, {"lr": 1e-5}, replace(plan, precision="bf16"))
+    with pytest.raises(InputError, match=r"Adafactor looks at whole weights, and ZeRO-3 divides them under this plan"):
+        require_divides(torch.optim.Adafactor, {}, replace(plan, stages=(zero,)))
+    with pytest.raises(InputError, match=r"Together looks at all weights at once, of which each rank of this plan updates some"):
+        require_divides(Together, {"lr": 0.0}, replace(plan, stages=(replace(zero, zero=1),)))
+
+
+def test_hooks_on_gradients_go_with_their_weights() -> None:
+    """In another precision, or where a weight is read to a device, it is another tensor."""
+    net = LongSkips()
+    net.norm.weight.register_hook(lambda gradient: gradient * 0)
+    case = module_case("long_skips")
+    model = parallelize(net, case.plan, groups=ProcessGroups())
+    assert model.rank.cut is not None
+    model.rank.cut._replace(net.norm.weight, net.norm.weight.detach().clone())
+    model.rank.cut._replace(net.gate, net.gate.detach().clone())
+    (net.norm.weight.sum() + net.gate).backward()
+    assert not net.norm.weight.grad.any() and net.gate.grad == 1  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=r"weight 'norm.weight' of LongSkips has a hook on its gradient, of which each rank"):
+        model.rank.cut._replace(net.norm.weight, torch.zeros(16))
 
 
 def test_a_loop_that_forgets_or_asks_for_too_much_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,6 +44,7 @@ from penstock.runtime.checkpoints.module_state import export_module
 from penstock.runtime.checkpoints.reader import Checkpoint
 from penstock.runtime.checkpoints.writer import CheckpointWriter
 from penstock.runtime.optimizing.optimizer import Optimizer, make_own
+from penstock.runtime.optimizing.own_rules import require_divides
 from penstock.runtime.optimizing.update import StepResult
 from penstock.runtime.parallel.module_chain import CutModule, described_styles
 from penstock.runtime.rank import Rank
@@ -269,7 +269,8 @@ class ParallelOptimizer(torch.optim.Optimizer):
     """Updates this rank's weights and hands them to whoever else uses them. Learning-rate schedulers of torch take it."""
 
     def __init__(self, parallel: Parallel, kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-        defaults = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name == "lr"}
+        require_divides(kind, settings, parallel.plan)
+        defaults = kind([torch.zeros(1, 1, requires_grad=True)], **settings).defaults
         update, self._parallel = parallel.rank.update, parallel
         held = [held for own in update.gradients for held in own.updated_here()]
         self._rules: list[torch.optim.Optimizer] = []
@@ -279,16 +280,17 @@ class ParallelOptimizer(torch.optim.Optimizer):
             return self._rules[-1]
 
         self.inner: Optimizer = make_own([one.parameter for one in held], make, {id(one.parameter): one.place.index for one in held})
-        super().__init__([one.parameter for one in held] or [torch.zeros((), requires_grad=True)], {**defaults, **settings})
+        super().__init__([one.parameter for one in held] or [torch.zeros((), requires_grad=True)], defaults)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update from the gradients of all ranks."""
         if closure is not None:
             raise InputError("a closure was given to the optimizer; model.step(batch) makes the gradients.")
+        said = {name: value for name, value in self.param_groups[0].items() if name != "params"}  # schedulers turn more than rates
         for rule in self._rules:
             for group in rule.param_groups:
-                group["lr"] = self.param_groups[0]["lr"]
+                group.update(said)
         self._parallel._update(self.inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -151,3 +152,20 @@ def test_products_of_any_module_train_as_they_do_whole(name: str) -> None:
     assert len({id(one) for one in told}) == len(told)
     for one, gradient in trained.items():
         torch.testing.assert_close(one.grad, gradient)
+
+
+def test_a_gradient_with_a_hook_does_not_wait() -> None:
+    """Whoever freezes some rows of a weight by a hook is asked for its gradient, and not for none."""
+    found = []
+    for split in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 5)
+        net.weight.register_hook(lambda gradient: gradient * 0.25)
+        mode = DeferWeights()
+        with mode if split else nullcontext():
+            loss = net(torch.ones(3, 4)).square().sum()
+        loss.backward()
+        mode.pay(lambda _: None)
+        found.append([p.grad for p in net.parameters()])
+    for mine, its in zip(*found, strict=True):
+        torch.testing.assert_close(mine, its)

@@ -103,7 +103,7 @@ class DeferWeights(TorchFunctionMode):
         if func not in _USUAL or given or not torch.is_grad_enabled():
             return func(*args, **given)
         x, weight, bias, *shape = (*args, *_USUAL[func][len(args) :])
-        if not _trained(weight) or _is_made(bias):
+        if not _trained(weight) or _is_made(bias) or _is_hooked(weight) or _is_hooked(bias):
             return func(*args)
         if func is F.linear:
             return _Linear.apply(x, weight, bias, self.owed)
@@ -130,3 +130,8 @@ def _trained(weight: Any) -> bool:
 def _is_made(bias: Any) -> bool:
     """Whether a bias is made of trained weights: its gradient has a way to go, and cannot wait."""
     return bias is not None and not isinstance(bias, nn.Parameter) and bias.requires_grad
+
+
+def _is_hooked(weight: torch.Tensor | None) -> bool:
+    """Whether somebody changes this gradient on its way."""
+    return weight is not None and bool(weight._backward_hooks)

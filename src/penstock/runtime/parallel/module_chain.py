@@ -141,6 +141,13 @@ class CutModule:
         """Puts another tensor in place of a weight, wherever the module has it."""
         trained = old.requires_grad and id(old) not in self._table.unused
         new = nn.Parameter(values, requires_grad=trained)
+        for hook in (old._backward_hooks or {}).values() if trained else ():
+            if new.shape != old.shape:
+                raise InputError(
+                    f"weight '{self._table.home[id(old)]}' of {self.made.name} has a hook on its gradient, of which each rank of this plan "
+                    "would have a part. Allow no tensor parallelism, or leave the part out of the tp_plan."
+                )
+            new.register_hook(hook)
         stores = self._stores.pop(id(old))
         for store, name in stores:
             store[name] = new

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from penstock.errors import InputError
@@ -47,6 +48,27 @@ def test_a_gradient_that_is_not_summed_is_noticed() -> None:
     plan = dict(tp_plan_of(module)[0])
     del plan["model.layers.*.self_attn.q_norm"]
     assert "the gradient of 'model.layers.0.self_attn.q_norm.weight' is another" in tried(module, plan)
+
+
+class BiasedKeys(nn.Module):
+    """The gradient of its keys' bias is zero but for rounding, and others are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB)
+        self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) * 30
+        q, k, v = (part(x).unflatten(-1, (-1, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.head(x + self.o(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))) * 30
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference() -> None:
+    net = BiasedKeys()
+    styles = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+    assert trains_alike(net, logits_loss, styles, 2, VOCAB) == ""
 
 
 def test_names_of_nothing_and_styles_of_nobody() -> None:

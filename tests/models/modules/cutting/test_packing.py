@@ -17,7 +17,7 @@ from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.cutting.describing import describe
 from penstock.models.modules.cutting.origins import made_of
 from penstock.models.modules.cutting.packing import Keeper, _Calls, attention_dropout, has_dropout, kept, packs, sample_attention
-from penstock.models.modules.cutting.seen import logits_loss, seen
+from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss, seen
 from penstock.models.modules.cutting.skipping import Skipping
 from penstock.models.modules.cutting.transformers_models import made_by_transformers, use_our_attention
 from penstock.runtime.parallel.module_chain import CutModule
@@ -113,6 +113,55 @@ def test_attention_that_hardly_moves_the_loss_yet_is_seen() -> None:
     config = transformers.BloomConfig(vocab_size=300, hidden_size=32, n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0)
     torch.manual_seed(0)
     assert packs(transformers.BloomForCausalLM(config), logits_loss, 300) == (True, False)
+
+
+class FarBack(nn.Module):
+    """Sees what was so many tokens before, and nothing between. Its table of places ends soon."""
+
+    def __init__(self, back: int, places: int = 200) -> None:
+        super().__init__()
+        self.back, self.words, self.places = back, nn.Embedding(VOCAB, 16), nn.Embedding(places, 16)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids) + self.places(positions)
+        before = nn.functional.pad(x, (0, 0, self.back, 0))[:, : x.shape[1]]
+        return self.head(x + before.tanh())  # type: ignore[no-any-return]
+
+
+def test_what_looks_far_back_is_seen() -> None:
+    assert packs(FarBack(50), logits_loss, VOCAB) == (True, False)
+    assert packs(FarBack(200), logits_loss, VOCAB) == (True, True), "further than any sample that is tried"
+    assert packs(FarBack(200, places=20), logits_loss, VOCAB) == (True, True), "longer samples are none of this module's"
+
+
+@pytest.mark.parametrize("kind", ["Roberta", "XLMRoberta", "Camembert", "MPNet"])
+def test_positions_begin_where_the_model_begins_them(kind: str) -> None:
+    """Those of RoBERTa and its like behind the row of padding: what was trained before is found under other positions otherwise."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, max_position_embeddings=20,
+        pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = getattr(transformers, f"{kind}ForMaskedLM")(config).eval()
+    ids = torch.arange(2, 14).view(1, 12)
+    one = SeenMicroBatch(ids, ids, torch.full(ids.shape, 1 / 12), torch.arange(12)[None])
+    wanted = nn.functional.cross_entropy(module(ids).logits.flatten(0, 1), ids.flatten())
+    assert logits_loss(module, one).item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_what_counts_masked_tokens_is_seen() -> None:
+    """ESM scales a row by how many of its tokens are masked."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.EsmConfig(
+        vocab_size=900, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, position_embedding_type="rotary", token_dropout=True, mask_token_id=32, pad_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.EsmForMaskedLM(config)
+    use_our_attention(module)
+    assert packs(module, logits_loss, 900, stays_inside=True) == (True, False)
 
 
 def test_a_loss_that_is_not_weighed_is_seen() -> None:

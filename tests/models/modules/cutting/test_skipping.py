@@ -128,6 +128,32 @@ def test_weights_that_code_between_units_uses_are_found_where_they_are_used() ->
     assert [table.config(index).get("buffers") for index in range(5)] == [None, None, None, None, {":last": [VOCAB]}]
 
 
+class Hooked(PlainGpt):
+    """Gradients are halved by hooks: on what a block returns, on what is made of it, and in front of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_full_backward_pre_hook(lambda block, gradients: (gradients[0] * 0.5,))
+        self.blocks[2].register_full_backward_hook(lambda block, gradients, _: (gradients[0] * 0.5,))
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.words(ids)
+        for block in self.blocks:
+            x = block(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+            x = x * 1.5
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def test_hooks_meet_a_gradient_once() -> None:
+    """Code between units runs on both sides of a cut, and sets its hooks on both; so does what calls a unit."""
+    module, kwargs = Hooked(), example("long-skips")
+    assert_every_cut(module, lambda own: F.cross_entropy(own(kwargs["ids"]).flatten(0, 1), kwargs["labels"].flatten()))
+
+
 def test_recomputed_units_change_nothing() -> None:
     kwargs = example("llama")
     assert_every_cut(make("llama"), lambda module: module(**kwargs), recompute=range(20))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -31,6 +31,8 @@ _CURRENT: ContextVar[SeenMicroBatch | None] = ContextVar("micro_batch", default=
 """What runs now; a unit that is recomputed runs with its own again."""
 _LENGTHS = 9, 14
 """Of the two samples that are tried."""
+_LONGER = 41, 70
+"""Of two that are tried after them, if the module takes such: some look only far back."""
 _ATTENTION_DROPOUT = "attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout"
 """What configs of transformers call it."""
 _WIDEST = 256
@@ -273,9 +275,26 @@ def packs(module: nn.Module, loss: Loss, vocab: int, stays_inside: bool = False)
 
     `stays_inside`: its attention is ours already, and nobody will call torch for it.
     """
+    training = module.training
+    module.eval()
+    try:
+        with shaken(module):
+            padded, packed = _adds_up(module, loss, vocab, stays_inside, _LENGTHS)
+            if packed:
+                with suppress(RuntimeError, ValueError, IndexError):  # longer than any that the module takes
+                    packed = _adds_up(module, loss, vocab, stays_inside, _LONGER)[1]
+    finally:
+        module.train(training)
+    return padded, packed
+
+
+def _adds_up(module: nn.Module, loss: Loss, vocab: int, stays_inside: bool, lengths: tuple[int, int]) -> tuple[bool, bool]:
+    """The same of two samples of these lengths."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(1, vocab, (2, length), generator=generator) for length in _LENGTHS]
-    weights = [torch.rand(length, generator=generator) for length in _LENGTHS]
+    drawn = [torch.randint(1, vocab, (2, length), generator=generator) for length in lengths]
+    if (masked := getattr(getattr(module, "config", None), "mask_token_id", None)) is not None:  # ESM weighs by how many there are
+        drawn[1][:, 3] = min(int(masked), vocab - 1)
+    weights = [torch.rand(length, generator=generator) for length in lengths]
 
     def micro_batch(rows: list[list[int]], width: int) -> SeenMicroBatch:
         ids, labels, places, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(4))
@@ -284,7 +303,7 @@ def packs(module: nn.Module, loss: Loss, vocab: int, stays_inside: bool = False)
         for row, samples in enumerate(rows):
             at = 0
             for sample in samples:
-                length = _LENGTHS[sample]
+                length = lengths[sample]
                 here = slice(at, at + length)
                 ids[row, here], labels[row, here] = drawn[sample]
                 parts[row, here], places[row, here], mask[row, here] = weights[sample], torch.arange(length), 1
@@ -298,16 +317,10 @@ def packs(module: nn.Module, loss: Loss, vocab: int, stays_inside: bool = False)
         with kept(one), nullcontext() if stays_inside else _Calls(Keeper(one)):
             return loss(module, one).item()
 
-    training = module.training
-    module.eval()
+    alone = sum(of(micro_batch([[sample]], lengths[sample])) for sample in (0, 1))
+    padded = of(micro_batch([[0], [1]], max(lengths)))
     try:
-        with shaken(module):
-            alone = sum(of(micro_batch([[sample]], _LENGTHS[sample])) for sample in (0, 1))
-            padded = of(micro_batch([[0], [1]], max(_LENGTHS)))
-            try:
-                packed = of(micro_batch([[0, 1]], sum(_LENGTHS)))
-            except (RuntimeError, ValueError, IndexError):  # a row of many samples is longer than any that the module takes
-                packed = float("nan")
-    finally:
-        module.train(training)
+        packed = of(micro_batch([[0, 1]], sum(lengths)))
+    except (RuntimeError, ValueError, IndexError):  # a row of many samples is longer than any that the module takes
+        packed = float("nan")
     return abs(padded - alone) <= 1e-5 * abs(alone), abs(packed - alone) <= 1e-5 * abs(alone)

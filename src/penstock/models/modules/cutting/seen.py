@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from penstock.errors import InputError
 from penstock.models.modules.batch import Batch, Sequences
 
-__all__ = ["Loss", "MicroBatch", "SeenMicroBatch", "logits_loss", "seen"]
+__all__ = ["Loss", "MicroBatch", "SeenMicroBatch", "first_position", "logits_loss", "seen"]
 
 Loss = Callable[[nn.Module, "SeenMicroBatch"], torch.Tensor]
 """The loss of a module on a micro-batch: its part of the global batch's, a sum weighed by `SeenMicroBatch.weights`."""
@@ -143,6 +144,19 @@ def _arguments(module: nn.Module, micro_batch: SeenMicroBatch) -> Iterator[tuple
         name = next((name for name in names if name in accepted), accepted[0] if field_name == "ids" else None)
         value = getattr(micro_batch, field_name)
         if name is not None and value is not None:
-            yield name, value
+            yield name, value + first_position(module) if field_name == "positions" else value
     if "use_cache" in accepted:
         yield "use_cache", False
+
+
+def first_position(module: nn.Module) -> int:
+    """Where a module's positions begin: those of RoBERTa and its like behind the row of their table that stands for padding."""
+    if module not in _FIRST_POSITIONS:
+        found = (part for path, part in module.named_modules() if path.endswith("position_embeddings") and isinstance(part, nn.Embedding))
+        is_theirs = hasattr(getattr(module, "config", None), "model_type")
+        _FIRST_POSITIONS[module] = next((part.padding_idx + 1 for part in found if is_theirs and part.padding_idx is not None), 0)
+    return _FIRST_POSITIONS[module]
+
+
+_FIRST_POSITIONS = WeakKeyDictionary[nn.Module, int]()
+"""Every pass of every stage asks."""

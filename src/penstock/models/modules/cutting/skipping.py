@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextvars
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import BackwardHook, RemovableHandle
 
 from penstock.errors import InputError
 from penstock.models.modules.attention import cudnn_attention
@@ -241,6 +243,19 @@ class Skipping:
             for part, attribute, real in saved:
                 part._parameters[attribute] = real
 
+    @contextmanager
+    def _unhooked(self) -> Iterator[dict[int, tuple[Any, Any]]]:
+        """Calls of units set no backward hooks meanwhile: gradients meet those where a unit runs, and nowhere else. What the hooks are."""
+        hooked = [unit for unit in self.units.values() if unit._backward_hooks or unit._backward_pre_hooks]
+        before = {id(unit): (unit._backward_hooks, unit._backward_pre_hooks) for unit in hooked}
+        for unit in hooked:
+            unit._backward_hooks, unit._backward_pre_hooks = OrderedDict(), OrderedDict()
+        try:
+            yield before
+        finally:
+            for unit in hooked:
+                unit._backward_hooks, unit._backward_pre_hooks = before[id(unit)]
+
 
 def _other_order(pair: tuple[str, str]) -> str:
     return f"'{pair[0]}' was called where '{pair[1]}' was: every micro-batch must call the same parts in the same order."
@@ -261,6 +276,11 @@ class _Entering(torch.autograd.Function):
 def _asked(argument: Any) -> Any:
     """What decides the shapes that a unit returns, as far as it is seen at once."""
     return argument.shape if isinstance(argument, torch.Tensor) else argument if type(argument) in PLAIN else None
+
+
+def _hooked_there(hook: Callable[..., Any]) -> RemovableHandle:
+    """In place of `register_hook` where the stage that made a tensor has it: a gradient must not meet it on both."""
+    return RemovableHandle(OrderedDict())
 
 
 def _entering(given: torch.Tensor, site: torch.Tensor) -> torch.Tensor:
@@ -474,6 +494,10 @@ class _Part(_Pass):
         """Of one pass, units of one kind that are given the same shape return the same."""
         self.entered = False
         """Whether something that other stages have made is here."""
+        self.hooks: Mapping[int, tuple[Any, Any]] = {}
+        """Of units on their gradients, by id."""
+        self.deaf: list[Any] = []
+        """What they have made, and have set the hooks of that the code before this stage's first unit sets."""
         self.take(chain.cuts[last - 1].sites if last < len(chain.calls) else ())
 
     def take(self, wanted: Collection[Site]) -> None:
@@ -487,7 +511,7 @@ class _Part(_Pass):
     def go(self, call: Call) -> Any:
         here = {weight.name for weight in self.chain.glue_weights if any(self.first <= k < self.last for k in weight.calls)}
         watching: AbstractContextManager[Any] = _Glue(self) if self.sees_glue or self.through is not None else self.unwatched()
-        with self.chain._stand_ins(here.__contains__, self.device), self.running():
+        with self.chain._stand_ins(here.__contains__, self.device), self.chain._unhooked() as self.hooks, self.running():
             try:
                 with watching:
                     out = call(self.chain.module)
@@ -510,10 +534,14 @@ class _Part(_Pass):
         if k < self.first:
             out = self._skipped_once(unit, forward, args, kwargs)
         else:
+            self._hear_again()
             if any(isinstance(x, Absent) for x in tree_iter((args, kwargs))):
                 raise InputError(f"'{path}' is given an activation that did not cross the cut before '{chain.calls[self.first]}'.")
             with self.unwatched():
+                around = BackwardHook(unit, *(list(own.values()) for own in self.hooks[id(unit)])) if id(unit) in self.hooks else None
+                args = args if around is None else around.setup_input_hook(args)
                 out = self._computed(k, chain.in_place_of.get(path, forward), args, kwargs)
+                out = out if around is None else around.setup_output_hook(out)
                 if self.sees_glue or self.through is not None:
                     _mark(out)
         self.begun, self.count = k + 1, 0
@@ -521,6 +549,12 @@ class _Part(_Pass):
             with self.unwatched():
                 return self._exchanged(out, "out", 0)
         return out
+
+    def _hear_again(self) -> None:
+        """Code behind this stage's first unit is run by no stage before it, which would have set the same hooks."""
+        for x in self.deaf:
+            x.__dict__.pop("register_hook", None)
+        self.deaf.clear()
 
     def _skipped_once(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = tuple(map(_asked, (*args, *kwargs.values())))
@@ -568,6 +602,8 @@ class _Part(_Pass):
                 j += 1
                 if site in self.into:
                     leaves[i], changed, self.entered = _entering(self.into[site], x), True, True
+                    self.deaf.append(leaves[i])
+                    leaves[i].register_hook = _hooked_there
                     _mark(leaves[i])
                 elif site in self.wanted:
                     self.got[site] = x

@@ -11,7 +11,7 @@ from penstock.errors import InputError
 from penstock.models.modules.cutting.first_values import FirstValues, weights_made_on_meta
 from penstock.models.modules.cutting.origins import Made, two_sided_example
 from penstock.models.modules.cutting.packing import keep_layers, sample_attention
-from penstock.models.modules.cutting.seen import SeenMicroBatch, logits_loss
+from penstock.models.modules.cutting.seen import SeenMicroBatch, first_position, logits_loss
 
 __all__ = ["made_by_transformers", "pretrained_state", "save_config", "use_our_attention"]
 
@@ -39,10 +39,11 @@ def made_by_transformers(folder: str, seed: int) -> Made:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocab = int(getattr(text, "vocab_size", 0) or 0)
     size = int(getattr(config, "image_size", 0) or 0)
+    positions = next((int(n) for name in _POSITIONS if (n := getattr(text, name, None))), 0)
     return Made(
         _path(folder).resolve().name, module, logits_loss, lambda *sizes: _example(form, size, config, *sizes),
         FirstValues(module, seed, module._init_weights), form, 0 if form == "images" else vocab,
-        0 if form == "images" else next((int(n) for name in _POSITIONS if (n := getattr(text, name, None))), 0),
+        0 if form == "images" or not positions else positions - first_position(module),
         stays_inside=ours, notes=keep_layers(module),
     )  # fmt: skip
 
