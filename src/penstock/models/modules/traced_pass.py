@@ -48,7 +48,8 @@ def told_where(where: str, last: Callable[[], str]) -> Iterator[None]:
         first_line = next(iter(str(error).splitlines()), "")
         raise InputError(
             f"{where}: stopped in or after '{last() or 'the start'}': {type(error).__name__}: {first_line} "
-            "A module can be traced if its example fits and nothing in its forward pass depends on values of tensors."
+            "A module can be traced if its example fits, nothing in its forward pass depends on values of tensors, and it takes samples of "
+            "that length: a table of places of its own (`pos[:, :n]`) must have as many rows, 128 for texts."
         ) from error
 
 

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from penstock.clusters import resolve_cluster
+from penstock.errors import InputError
 from penstock.models.catalog import resolve_model
 from penstock.models.modules.cutting import transformers_models
-from penstock.models.modules.cutting.describing import describe_origin
+from penstock.models.modules.cutting.describing import describe, describe_origin
+from penstock.models.modules.cutting.origins import made_of
 from penstock.plans.precision import chosen_precision
 
 transformers = pytest.importorskip("transformers")
@@ -69,3 +73,16 @@ def test_a_model_without_places_takes_samples_of_any_length(tmp_path: Path) -> N
     )  # fmt: skip
     config.save_pretrained(str(tmp_path))
     assert find_plans(f"hf:{tmp_path}", "1xcpu", data=[[1] * 200, [2] * 9], tokens_per_batch=200)[0].seq_length == 199
+
+
+def test_a_table_of_places_that_is_too_short_is_told() -> None:
+    class Short(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.places = nn.Embedding(9, 4), nn.Parameter(torch.zeros(64, 4))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.words(ids) + self.places[: ids.shape[1]]  # type: ignore[no-any-return]
+
+    with pytest.raises(InputError, match=r"of length 96: .*a table of places of its own \(`pos\[:, :n\]`\) must have as many rows"):
+        describe(made_of(Short()))

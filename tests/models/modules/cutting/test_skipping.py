@@ -128,6 +128,25 @@ def test_weights_that_code_between_units_uses_are_found_where_they_are_used() ->
     assert [table.config(index).get("buffers") for index in range(5)] == [None, None, None, None, {":last": [VOCAB]}]
 
 
+def test_what_is_made_of_weights_alone_crosses_a_cut() -> None:
+    """A penalty on all weights is made before the first unit, and of those that the second stage lacks."""
+    module, kwargs = PlainGpt(), example("long-skips")
+    module.head.weight = nn.Parameter(module.head.weight.detach() * 2)
+
+    def call(net: nn.Module) -> torch.Tensor:
+        penalty = sum(p.square().sum() for p in net.parameters()) + net.words.weight.detach().abs().sum()
+        return F.cross_entropy(net(kwargs["ids"]).flatten(0, 1), kwargs["labels"].flatten()) + 0.01 * penalty
+
+    stages, carry = [Skipping(deepcopy(module)) for _ in range(2)], {}
+    for place, stage in enumerate(stages):
+        stage.trace(call)
+        if place:
+            for path in ("words", "places", "blocks.0"):
+                stage.units[path].to("meta")
+        carry = stage.run(call, (0, 3)[place], (3, len(stage.calls))[place], carry)
+    torch.testing.assert_close(carry, call(module))
+
+
 class Hooked(PlainGpt):
     """Gradients are halved by hooks: on what a block returns, on what is made of it, and in front of a block."""
 

@@ -187,6 +187,10 @@ class Skipping:
             self.units = called
             self._loose = self._outside_units()
             run = self._traced(call, device)
+        lent = [one for one in self._weights if one[0] in run.used_after and one not in self._loose]
+        if lent:  # what the glue makes of units' weights crosses cuts too; it may use them before their unit is called
+            self._loose = [*self._loose, *lent]
+            run = self._traced(call, device)
         self.calls, self.cuts = tuple(run.calls), tuple(run.cuts())
         self.glue_weights = tuple(
             GlueWeight(name, part, attribute, frozenset(max(0, k) for k in run.used_after[name]))
@@ -226,6 +230,11 @@ class Skipping:
     def last_begun(self) -> str | None:
         """The unit that was called last while the order of calls was found; None before the first."""
         return self._begun[-1] if self._begun else None
+
+    def names_inside(self, first: int, last: int) -> set[str]:
+        """Of the weights that code between units uses, those that units called in [first, last) have too."""
+        inside = {id(part) for path in self.calls[first:last] for part in self.units[path].modules()}
+        return {name for name, part, _ in self._loose if id(part) in inside}
 
     @contextmanager
     def _stand_ins(self, here: Callable[[str], bool], device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
@@ -510,6 +519,7 @@ class _Part(_Pass):
 
     def go(self, call: Call) -> Any:
         here = {weight.name for weight in self.chain.glue_weights if any(self.first <= k < self.last for k in weight.calls)}
+        here |= self.chain.names_inside(self.first, self.last)
         watching: AbstractContextManager[Any] = _Glue(self) if self.sees_glue or self.through is not None else self.unwatched()
         with self.chain._stand_ins(here.__contains__, self.device), self.chain._unhooked() as self.hooks, self.running():
             try:
