@@ -1068,7 +1068,7 @@ _CUTTING = (
          "            unit._backward_hooks, unit._backward_pre_hooks = OrderedDict(), OrderedDict()\n", "            pass\n",
          "a gradient is scaled twice, and torch calls of the glue are counted wrong", "models/modules/cutting/test_skipping.py",
          pick="hooks_meet"),
-    _bug("what is made of weights alone is made everywhere", "models/modules/cutting/skipping.py", "        if lent:  #",
+    _bug("what is made of weights alone is made everywhere", "models/modules/cutting/skipping.py", "        if self._lent:  #",
          "        if False:  #", "a penalty on all weights ends training in a pipeline, and under ZeRO-3 the process",
          "models/modules/cutting/test_skipping.py", pick="alone_crosses"),
     _bug("rounding of a gradient that is zero counts", "models/modules/cutting/trying_tp.py", "least = 1e-3 * max(1.0, largest)",

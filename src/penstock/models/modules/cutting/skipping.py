@@ -125,6 +125,8 @@ class Skipping:
             if p is not None
         ]
         self._loose = self._outside_units()
+        self._lent: list[tuple[str, nn.Module, str]] = []
+        """Weights of units that code between units uses too."""
         self._run: _Pass | None = None
         self._begun: list[str] = []
         self._paths = {id(unit): path for path, unit in self.units.items()}
@@ -181,15 +183,16 @@ class Skipping:
 
     def trace(self, call: Call, device: torch.device | str = "cpu") -> None:
         """Finds the order of calls and what crosses each cut, with all units skipped."""
+        self._loose = self._outside_units()
         run = self._traced(call, device)
         if len(called := {path: unit for path, unit in self.units.items() if path in run.calls}) < len(self.units):
             # What is never called (a `ParameterList`, a head whose weight alone is used) is no unit: its weights are the glue's.
             self.units = called
             self._loose = self._outside_units()
             run = self._traced(call, device)
-        lent = [one for one in self._weights if one[0] in run.used_after and one not in self._loose]
-        if lent:  # what the glue makes of units' weights crosses cuts too; it may use them before their unit is called
-            self._loose = [*self._loose, *lent]
+        self._lent = [one for one in self._weights if one[0] in run.used_after and one not in self._loose]
+        if self._lent:  # what the glue makes of units' weights crosses cuts too; it may use them before their unit is called
+            self._loose = [*self._loose, *self._lent]
             run = self._traced(call, device)
         self.calls, self.cuts = tuple(run.calls), tuple(run.cuts())
         self.glue_weights = tuple(
@@ -233,8 +236,10 @@ class Skipping:
 
     def names_inside(self, first: int, last: int) -> set[str]:
         """Of the weights that code between units uses, those that units called in [first, last) have too."""
+        if not self._lent:
+            return set()
         inside = {id(part) for path in self.calls[first:last] for part in self.units[path].modules()}
-        return {name for name, part, _ in self._loose if id(part) in inside}
+        return {name for name, part, _ in self._lent if id(part) in inside}
 
     @contextmanager
     def _stand_ins(self, here: Callable[[str], bool], device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
