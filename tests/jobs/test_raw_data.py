@@ -37,6 +37,23 @@ def test_the_same_content_is_prepared_once(texts: Path, tmp_path: Path) -> None:
     assert open_data(other.folder).manifest.vocab_size <= MODEL.config["vocab"]
 
 
+def test_a_tokenizers_other_files_are_part_of_the_question(texts: Path, tmp_path: Path) -> None:
+    train_tokenizer(["so many words"], 270).model.save(str(tmp_path))
+    vocabulary = str(tmp_path / "vocab.json")
+
+    def prepared_with_it() -> Path:
+        return prepared(texts, tokenizer=vocabulary, over_long="truncate")
+
+    first = prepared_with_it()
+    assert prepared_with_it() == first
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")  # texts become single bytes
+    bytes_ = prepared_with_it()
+    assert bytes_ != first
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "Z"}', encoding="utf-8")
+    ended = prepared_with_it()
+    assert ended != bytes_ and open_data(ended).manifest.end_token != open_data(bytes_).manifest.end_token
+
+
 def test_lengths_are_those_that_the_model_computes(texts: Path) -> None:
     found = prepare_raw([str(texts)], MODEL, "gpt-tiny", keeps_weights=False)
     lengths = found.data.ragged["input"].lengths

@@ -16,6 +16,7 @@ from penstock.data.forms import form_of
 from penstock.data.manifest import MANIFEST
 from penstock.data.text.chats import TEMPLATE_FILES
 from penstock.data.text.cleaning import parse_split
+from penstock.data.text.declared import DECLARING_FILES, tokenizer_folder
 from penstock.data.text.lines import PAIRS, TEXT, LineFields, parse_fields
 from penstock.data.workers import Report
 from penstock.errors import InputError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PreparedData", "fitted", "prepare_raw", "sample_lengths"]
 
-_RECIPE = 2
+_RECIPE = 3
 """Raised when the same texts would be prepared otherwise."""
 _TRAINED_VOCAB = 8192
 """Tokens of a tokenizer that is trained on the texts, at most."""
@@ -121,7 +122,7 @@ def _folder(
         raise InputError("the tokenizer has no name. Give a file or folder (--tokenizer PATH), or leave it out for the model's own.")
     given = tokenizer or _own_tokenizer(model, source, keeps_weights)
     vocab = 0 if given else min(_TRAINED_VOCAB, int(model.config.get("vocab", 0)))
-    known = digest_of_files([*_tokenizer_files(given), *_template_files(given)]) if given else vocab
+    known = digest_of_files([*_tokenizer_files(given), *_files_beside(given)]) if given else vocab
     names = [Path(path).name for path in paths]
     files = (file for path in paths for file in column_files(Path(path)))
     out = cache_folder("data") / digest(_RECIPE, names, digest_of_files(files), known, split, fields)
@@ -161,10 +162,10 @@ def _tokenizer_files(path: str) -> list[Path]:
     return sorted(found for name in ("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "*.model") for found in given.glob(name))
 
 
-def _template_files(path: str) -> list[Path]:
-    """The files that decide how chats are written out."""
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    return [folder / name for name in TEMPLATE_FILES if (folder / name).is_file()]
+def _files_beside(path: str) -> list[Path]:
+    """The files in a tokenizer's folder that decide, beside its own, which tokens there are and how chats are written out."""
+    names = sorted({"merges.txt", *TEMPLATE_FILES, *DECLARING_FILES})
+    return [found for name in names if (found := tokenizer_folder(path) / name).is_file()]
 
 
 def _check_vocabulary(path: str, model: Model) -> None:

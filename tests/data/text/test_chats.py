@@ -13,6 +13,7 @@ from penstock.cli.main import run
 from penstock.data import open_data
 from penstock.data.forms import SampleForm
 from penstock.data.samples import Samples
+from penstock.data.text.chats import ChatTemplate
 from penstock.data.text.tokenizer import train_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -23,6 +24,12 @@ THINKING = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """As Qwen3's: a last answer is written otherwise than one that is followed."""
+PROMPTING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+)
+"""As DeepSeek-R1's: the prompt begins a thought, which answers need not have."""
+WITHOUT_PROMPT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
 CHATS = [
     [("system", "be kind"), ("user", "how are you?"), ("assistant", "a")],
     [("user", "one"), ("assistant", "two"), ("user", "two"), ("assistant", "three is more than two")],
@@ -48,8 +55,10 @@ def chats(folder: Path, given: list[list[tuple[str, str]]] = CHATS) -> str:
 @pytest.mark.parametrize(
     ("template", "answers"),
     [(PLAIN, ("a<|end|>\n", "two<|end|>\nthree is more than two<|end|>\n")),
+     (PROMPTING, ("a<|end|>\n", "two<|end|>\nthree is more than two<|end|>\n")),
+     (WITHOUT_PROMPT, ("a<|end|>\n", "two<|end|>\nthree is more than two<|end|>\n")),
      (THINKING, ("<think></think>a<|end|>\n", "two<|end|><think></think>three is more than two<|end|>\n"))],
-    ids=["plain", "thinking"],
+    ids=["plain", "prompting", "without_prompt", "thinking"],
 )  # fmt: skip
 def test_what_the_assistant_says_counts(template: str, answers: tuple[str, ...], tmp_path: Path) -> None:
     folder, out = tokenizer(tmp_path / "tokenizer", template), tmp_path / "data"
@@ -66,6 +75,13 @@ def test_what_the_assistant_says_counts(template: str, answers: tuple[str, ...],
         cut = SampleForm("decoder", paired=False).answers(data[place]["spans"], len(ids) - 3)
         assert cut.sum() == found.counted[:-2].sum()
         assert Samples(data, SampleForm("decoder", paired=False, prompt_loss=True)).sample(0, place, len(ids) - 1, 0).counted.all()  # type: ignore[union-attr]
+
+
+def test_an_assistant_may_begin(tmp_path: Path) -> None:
+    """Its name before its first words is the template's."""
+    chat = [{"role": "assistant", "content": "  an answer"}, {"role": "user", "content": "so"}]
+    text, spans = ChatTemplate(tokenizer(tmp_path, PLAIN)).written(json.dumps(chat))
+    assert [text[first:last] for first, last in spans] == ["  an answer<|end|>\n"]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,50 @@ def test_word_pieces(tmp_path: Path) -> None:
     assert find_end_token(tokenizer, "auto") == 3 and find_end_token(tokenizer, "none") is None and find_end_token(tokenizer, "cat") == 5
 
 
+def test_settings_of_a_tokenizers_last_user_change_nothing(tmp_path: Path) -> None:
+    """Files keep the truncation and the padding that were on when they were saved."""
+    tokenizer = train_tokenizer(TEXTS, 280)
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(pad_id=1, pad_token="<|pad|>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(tmp_path).encode_batch_fast([*TEXTS[:2], "a"], add_special_tokens=False)
+    assert [train_tokenizer(TEXTS, 280).encode(text).ids for text in (*TEXTS[:2], "a")] == [one.ids for one in found]
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "added_tokens.json"])
+def test_tokens_that_a_folder_adds_to_its_vocabulary(name: str, tmp_path: Path) -> None:
+    """Without them `<|im_start|>` would be a dozen tokens of bytes."""
+    tokenizer = train_tokenizer(TEXTS, 280)
+    tokenizer.model.save(str(tmp_path))
+    size = tokenizer.get_vocab_size()
+    kinds = {"<|im_end|>": size + 1, "<|im_start|>": size}
+    decoder = {str(place): {"content": text, "special": True} for text, place in kinds.items()}
+    (tmp_path / name).write_text(json.dumps(kinds if name.startswith("added") else {"added_tokens_decoder": decoder}))
+    found = load_tokenizer(tmp_path)
+    assert found.encode("<|im_start|>the<|im_end|>").ids == [size, *tokenizer.encode("the").ids, size + 1]
+    assert found.get_vocab_size() == size + 2
+    wrong = {"added_tokens_decoder": {"7": {"content": "<a>"}}}
+    (tmp_path / name).write_text(json.dumps({"<a>": 7} if name.startswith("added") else wrong))
+    with pytest.raises(InputError, match=f"has token '<a>' at {size}, but its folder declares it at 7"):
+        load_tokenizer(tmp_path / "vocab.json")
+
+
+@pytest.mark.parametrize("declared", [{"eos_token": "<|im_end|>"}, {"eos_token": {"content": "<|im_end|>", "special": True}}])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_texts_end_as_the_tokenizers_folder_declares(declared: dict[str, object], name: str, tmp_path: Path) -> None:
+    """Gemma's vocabulary has HTML's `</s>`, Qwen's chat models end with another token than `<|endoftext|>`, which they have too."""
+    tokenizer = train_tokenizer(TEXTS, 280)
+    tokenizer.add_special_tokens(["<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    usual, own = (tokenizer.token_to_id(text) for text in ("<|endoftext|>", "<|im_end|>"))
+    assert find_end_token(tokenizer, "auto", str(tmp_path)) == usual
+    (tmp_path / name).write_text(json.dumps(declared))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        assert find_end_token(load_tokenizer(path), "auto", str(path)) == own
+    (tmp_path / name).write_text(json.dumps({"eos_token": "of another vocabulary"}))
+    assert find_end_token(tokenizer, "auto", str(tmp_path)) == usual
+
+
 def test_a_trained_tokenizer_gives_back_any_text(tmp_path: Path) -> None:
     train_tokenizer(TEXTS, 300).save(str(tmp_path / "any name.json"))
     tokenizer = load_tokenizer(tmp_path / "any name.json")

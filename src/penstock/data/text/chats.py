@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.data.text.declared import tokenizer_folder
 from penstock.errors import InputError
 
 __all__ = ["TEMPLATE_FILES", "ChatTemplate", "Spans"]
@@ -26,7 +27,7 @@ class ChatTemplate:
 
     def __init__(self, path: str) -> None:
         """`path` is the tokenizer's folder, or a file in it."""
-        folder = Path(path) if Path(path).is_dir() else Path(path).parent
+        folder = tokenizer_folder(path)
         if not any((folder / name).is_file() for name in TEMPLATE_FILES):
             raise InputError(_none(folder))
         try:
@@ -57,8 +58,7 @@ class ChatTemplate:
         for turn, message in enumerate(chat):
             if message["role"] != "assistant":
                 continue
-            before = (self._text(chat[:turn], answer) for answer in (True, False)) if turn else iter([""])
-            start = next((len(prefix) for prefix in before if text.startswith(prefix)), None)
+            start = self._start(chat, turn, text)
             if start is None:
                 raise InputError(
                     f"the chat template writes turns before turn {turn + 1} otherwise once it follows, in the chat that begins with "
@@ -66,6 +66,19 @@ class ChatTemplate:
                     '{"input": "…", "target": "…"}.'
                 )
             yield start, self._end(chat, turn, text, start)
+
+    def _start(self, chat: list[dict[str, Any]], turn: int, text: str) -> int | None:
+        """Where a turn of the assistant begins; None where the turns before it do not stand at the beginning of the text."""
+        prompt, before = (self._text(chat[:turn], answer) if turn else "" for answer in (True, False))
+        if prompt != before and text.startswith(prompt):
+            return len(prompt)
+        if not text.startswith(before):
+            return None
+        # A prompt may begin the answer too (with `<think>`), or there is none: the answer begins where another one would be seen.
+        message = chat[turn]
+        other = {**message, "content": "B" if message["content"].strip().startswith("A") else "A"}
+        beside = self._text([*chat[:turn], other, *chat[turn + 1 :]])
+        return max(len(before), next((at for at, both in enumerate(zip(text, beside, strict=False)) if both[0] != both[1]), 0))
 
     def _end(self, chat: list[dict[str, Any]], turn: int, text: str, start: int) -> int:
         until = self._text(chat[: turn + 1])

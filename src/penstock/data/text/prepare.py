@@ -65,7 +65,7 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
     # What is wrong with an option is told before the work.
     given = None if request.tokenizer is None else load_tokenizer(request.tokenizer)
     if given is not None:
-        find_end_token(given, request.end_token)
+        find_end_token(given, request.end_token, request.tokenizer)
     fields = request.fields or detect_fields(request.inputs[0])
     chats = fields == CHAT
     if chats:
@@ -79,7 +79,8 @@ def prepare_text(request: TextRequest, report: Report = lambda *_: None) -> Data
         codes = look(pool, pieces, fields, request.split, request.keep_duplicates, counts, report)
         tokenizer = given or train_tokenizer(_training_texts(fields, pieces, codes), request.train_tokenizer or 0)
         tokenizer.save(str(folder / "tokenizer.json"))
-        end = None if chats and request.end_token == "auto" else find_end_token(tokenizer, request.end_token)  # a template ends its texts
+        of_template = chats and request.end_token == "auto"  # which ends its texts itself
+        end = None if of_template else find_end_token(tokenizer, request.end_token, request.tokenizer)
         job = TokenJob(
             fields, tokenizer.get_vocab_size(), end, request.limits, request.over_long, str(folder / "tokenizer.json"),
             str(request.tokenizer) if chats else "",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.data.text.declared import add_declared_tokens, declared_end_token
 from penstock.errors import InputError
 from penstock.files import readable_file
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["END_TOKENS", "check_own_end_token", "check_vocab_size", "find_end_token", "load_tokenizer", "train_tokenizer"]
 
 END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
-"""Names under which vocabularies have the token that ends a text, in the order in which they are looked for."""
+"""Names under which vocabularies have the token that ends a text, in the order in which they are looked for where no file declares it."""
 
 _SPECIALS, _NUM_BYTES = (END_TOKENS[0], "<|pad|>"), 256
 MAX_VOCAB = 2_000_000
@@ -38,7 +39,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if load is None:
         raise InputError(f"tokenizer '{given}' is of no known kind. Expected is {_EXPECTED}.")
     try:
-        return load(path)
+        tokenizer = load(path)
+        if path.suffix != ".json" or path.name == "vocab.json":  # a tokenizer.json has its added tokens in itself
+            add_declared_tokens(tokenizer, path)
+        tokenizer.no_truncation()  # files keep what their last user had set
+        tokenizer.no_padding()
+        return tokenizer
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exceptions
@@ -124,12 +130,15 @@ def check_own_end_token(wanted: str) -> None:
         raise InputError(f"a tokenizer trained here ends texts with '{END_TOKENS[0]}', not with '{wanted}'. Use auto or none.")
 
 
-def find_end_token(tokenizer: Tokenizer, wanted: str) -> int | None:
-    """The id of the token that ends a text: the named one, the usual one for `auto`, None for `none`."""
+def find_end_token(tokenizer: Tokenizer, wanted: str, path: str | None = None) -> int | None:
+    """The id of the token that ends a text: the named one, for `auto` the one that the folder of `path` declares or else a usual one, None
+    for `none`."""
     if wanted == "none":
         return None
     if wanted == "auto":
-        return next((found for name in END_TOKENS if (found := tokenizer.token_to_id(name)) is not None), None)
+        declared = None if path is None else declared_end_token(path)
+        names = END_TOKENS if declared is None else (declared, *END_TOKENS)
+        return next((found for name in names if (found := tokenizer.token_to_id(name)) is not None), None)
     found = tokenizer.token_to_id(wanted)
     if found is None:
         raise InputError(f"the tokenizer has no token '{wanted}' to end texts with. Use one of its tokens, auto or none.")
