@@ -125,8 +125,10 @@ def test_changes_that_are_no_values(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("train.adapt=off", "off"), ("train.lr=1e-5", 1e-5), ("train.lr=2024-13-45", "2024-13-45"), ("train.steps=010", 10)]
-)
+    ("text", "value"),
+    [("train.adapt=off", "off"), ("train.lr=1e-5", 1e-5), ("train.lr=2024-13-45", "2024-13-45"), ("train.steps=010", 10),
+     ("data.split=1", "1"), ("out=007", "007"), ("train.torch_profile= 3", "3"), ("data.path=1e3", "1e3"), ("model.precision=null", None)],
+)  # fmt: skip
 def test_values_of_changes(text: str, value: Any) -> None:
     assert list(parse_changes([text]).values()) == [value]
 

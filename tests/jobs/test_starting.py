@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from penstock.jobs.job_file import job_from, parse_changes
-from penstock.jobs.starting import training_request
+from penstock.jobs.starting import _kept_plan, training_request
 from penstock.plans.build import uniform_plan
+from penstock.plans.references import model_of
+from penstock.plans.schema import write_plan
 from penstock.runtime.request import PlanningSettings
 from penstock.runtime.settings import LearningRate, OptimizerSettings, TrainingSettings
 
@@ -32,6 +35,17 @@ def settings_of(*changes: str) -> TrainingSettings:
 )
 def test_the_learning_rate_falls_as_asked(changes: tuple[str, ...], rate: LearningRate) -> None:
     assert settings_of(*changes).rate == rate
+
+
+def test_a_plan_is_kept_for_its_own_model_alone(tmp_path: Path) -> None:
+    """Somebody may have changed the file that a job names."""
+    plan = uniform_plan("gpt-tiny", "1xcpu", global_batch=4, micro_batch=4)
+    write_plan(tmp_path / "plan.json", plan)
+    model = model_of(plan)
+    deeper = model_of(replace(plan, model={"base": "gpt-tiny", "layers": int(model.config["layers"]) + 1}))
+    assert _kept_plan(str(tmp_path), [], "1xcpu", model) is not None
+    assert _kept_plan(str(tmp_path), [], "1xcpu", deeper) is None
+    assert _kept_plan(str(tmp_path), [], "2xcpu", model) is None and _kept_plan(str(tmp_path), None, "1xcpu", model) is None
 
 
 def test_the_update_rule_has_its_numbers() -> None:

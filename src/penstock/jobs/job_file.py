@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
@@ -223,12 +223,21 @@ def parse_changes(texts: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise InputError(f"--set is '{text}'; a field and a value such as train.lr=1e-5 were expected.")
         try:
-            found[name.strip()] = parsed_yaml(value, "--set", "the value of")
+            given = parsed_yaml(value, "--set", "the value of")
+            is_name = isinstance(given, (int, float)) and not isinstance(given, bool) and _holds_text(name.strip())
+            found[name.strip()] = value.strip() if is_name else given
         except InputError:
             raise InputError(
                 f"--set is {short_repr(text)}, of which {short_repr(value)} is not a value. Put text with special characters in quotes."
             ) from None
     return found
+
+
+def _holds_text(name: str) -> bool:
+    """Whether a field's value is text, also where it reads like a number: `data.split=1`."""
+    group, _, field = name.rpartition(".")
+    known = _GROUPS.get(group, JobFile).model_fields.get(field)
+    return known is not None and str in (known.annotation, *get_args(known.annotation))
 
 
 def dotted_fields() -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.batching.plan import SampleLengths
     from penstock.models.ops import Model
 
-__all__ = ["FoundPlan", "FoundPlans", "PlanQuestion", "job_cluster", "plans_for", "require_plan_of"]
+__all__ = ["FoundPlan", "FoundPlans", "PlanQuestion", "differences", "job_cluster", "plans_for", "require_plan_of"]
 
 _TRIED = 12
 """Plans that are asked for, where only those are wanted that use every process."""
@@ -198,23 +198,29 @@ def _described(model: Model) -> dict[str, Any]:
     return {**model.config, "origin": absolute_source(str(origin))} if origin else dict(model.config)
 
 
-def require_plan_of(plan: Plan, model: Model) -> None:
-    """Refuses a plan that was made for another model, with what differs."""
+def differences(plan: Plan, model: Model) -> list[str]:
+    """What a plan was made for that a model is not, such as `layers 2 in place of 3`; empty if it is for this model."""
     from penstock.plans.references import model_of
 
     planned = model_of(plan)
     if planned.family != model.family:
-        differ = [f"family {planned.family} in place of {model.family}"]
-    else:
-        was, is_ = _described(planned), _described(model)
-        names = [name for name in {**was, **is_} if name != "dtype"]
-        differ = [f"{name} {was.get(name)} in place of {is_.get(name)}" for name in names if was.get(name) != is_.get(name)]
+        return [f"family {planned.family} in place of {model.family}"]
+    was, is_ = _described(planned), _described(model)
+    names = [name for name in {**was, **is_} if name != "dtype"]
+    differ = [f"{name} {was.get(name)} in place of {is_.get(name)}" for name in names if was.get(name) != is_.get(name)]
     if not differ and planned.num_ops != model.num_ops:
-        differ = [f"{planned.num_ops} ops in place of {model.num_ops}"]
-    if differ:
+        return [f"{planned.num_ops} ops in place of {model.num_ops}"]
+    return differ
+
+
+def require_plan_of(plan: Plan, model: Model) -> None:
+    """Refuses a plan that was made for another model, with what differs."""
+    from penstock.plans.references import model_of
+
+    if differ := differences(plan, model):
         raise InputError(
-            f"the plan is of another model: '{planned.name}', not '{model.name}' ({', '.join(differ[:4])}). Leave the plan out to have one "
-            "searched, or name the model that it was made for."
+            f"the plan is of another model: '{model_of(plan).name}', not '{model.name}' ({', '.join(differ[:4])}). Leave the plan out to "
+            "have one searched, or name the model that it was made for."
         )
 
 

@@ -19,7 +19,7 @@ from penstock.errors import InputError, plural
 from penstock.jobs.job_file import JobFile, SaveGroup, TrainGroup, anywhere, changed, job_from, read_job, write_job
 from penstock.jobs.measuring import chosen_costs
 from penstock.jobs.models import first_weights
-from penstock.jobs.planning import FoundPlans, PlanQuestion, batch_of, job_cluster, plans_for, require_plan_of
+from penstock.jobs.planning import FoundPlans, PlanQuestion, batch_of, differences, job_cluster, plans_for, require_plan_of
 from penstock.jobs.raw_data import PreparedData, prepare_raw, sample_lengths
 from penstock.models.catalog import resolve_model
 from penstock.models.huggingface import found_source
@@ -123,7 +123,7 @@ def ready(job: JobFile, progress: Progress = lambda text: None) -> ReadyJob:
             f"'{job.out}' has all of its {plural(steps, 'step')} behind it. Ask for more with --steps, or train anew into another --out."
         )
     kept = None if before is None else changed(before, whole)
-    plan = own_plan or _kept_plan(job.out, kept, place)
+    plan = own_plan or _kept_plan(job.out, kept, place, model)
     found, about = None, "" if plan is None else plan.costs
     if plan is None:
         progress("measuring costs")
@@ -158,13 +158,14 @@ def _given_plan(job: JobFile, model: Model) -> Plan | None:
     return plan
 
 
-def _kept_plan(out: str, changes: list[str] | None, cluster: str) -> Plan | None:
-    """The plan of the run that is gone on with, unless something that it depends on has changed, the devices among it."""
+def _kept_plan(out: str, changes: list[str] | None, cluster: str, model: Model) -> Plan | None:
+    """The plan of the run that is gone on with, unless something that it depends on has changed, devices and the model's file among it."""
     path = Path(out) / _PLAN
     if changes is None or any(change.startswith(_DECIDES_PLAN) for change in changes) or not path.is_file():
         return None
     plan = read_plan(path)
-    return plan if cluster_to_dict(cluster_of(plan)) == cluster_to_dict(resolve_cluster(cluster)) else None
+    same_devices = cluster_to_dict(cluster_of(plan)) == cluster_to_dict(resolve_cluster(cluster))
+    return plan if same_devices and not differences(plan, model) else None
 
 
 def training_request(

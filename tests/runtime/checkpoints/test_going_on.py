@@ -71,6 +71,17 @@ def changed_manifest(request: TrainRequest, folder: Path) -> TrainRequest:
     return request
 
 
+def other_shares(request: TrainRequest, folder: Path) -> TrainRequest:
+    """The same samples, of which other ones come next."""
+    request = copied(request, folder)
+    path = Path(request.data) / "data.json"
+    found = json.loads(path.read_text())
+    tasks = found["splits"]["train"]["tasks"]
+    tasks[:] = [{**task, "weight": place + 1.0} for place, task in enumerate(tasks)]
+    path.write_text(json.dumps(found))
+    return request
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -80,6 +91,7 @@ def changed_manifest(request: TrainRequest, folder: Path) -> TrainRequest:
         (lambda one, _: replace(one, plan=plan_of(hidden=128)), "model's hidden: 64 in the checkpoint, 128 asked for"),
         (lambda one, folder: copied(one, folder, "train_input.bin"), r"--data: '.*data' \(.*\) in the checkpoint, '.*copy' \(.*\) asked"),
         (lambda one, folder: copied(one, folder, "tokenizer.json"), "tokenizer: '.* of 384 tokens' in the checkpoint"),
+        (other_shares, r"shares of tasks: \[\] in the checkpoint, \[.*1\.0\].* asked for"),
         (changed_weights, "is damaged .its checksum differs.. Use an earlier checkpoint"),
         (changed_manifest, "says that it has -3 steps behind it"),
     ],

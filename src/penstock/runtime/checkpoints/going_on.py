@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.data.dataset import open_data
+from penstock.data.dataset import DataSet, open_data
 from penstock.data.fingerprints import fingerprint, tokenizer_fingerprint
 from penstock.errors import InputError
 from penstock.models.ops import Model
@@ -28,9 +28,16 @@ def run_facts(model: Model, data: str, *, seed: int, global_batch: int) -> dict[
         "global batch": global_batch,
         "tokenizer": tokenizer_fingerprint(held),
         "--data": {"folder": str(Path(data).resolve()), "fingerprint": fingerprint(held)},
+        "shares of tasks": _shares(held),
         "model family": model.family,
         **{f"model's {name}": _plain(value) for name, value in model.config.items() if name not in _MAY_CHANGE},
     }
+
+
+def _shares(held: DataSet) -> list[list[Any]]:
+    """Name, samples and weight of each task; none where every sample comes once in an epoch, in an order that knows no tasks."""
+    tasks = held.manifest.splits[held.split].tasks
+    return [[task.name, task.stop - task.start, task.weight] for task in tasks if task.weight is not None]
 
 
 def check_goes_on(checkpoint: Checkpoint, facts: dict[str, Any]) -> None:
