@@ -71,6 +71,23 @@ def test_a_glance_has_medians_and_the_last_loss() -> None:
     assert text.text == f"A run of 3 steps, the last of them 2, 300 ms each in the median, {0.3 / slow_s:.2f} times what was predicted."
 
 
+def test_a_glance_holds_the_last_steps_against_predictions_of_the_same_ones() -> None:
+    """The first step, which compiles, is not predicted where the timeline begins later."""
+    executions = {step: predicted(1.0) for step in (1, 2)}
+    alone_s = executions[1][0].makespan_s
+    blocks = _glance(facts_of(), executions)
+    [text] = [block for block in blocks if isinstance(block, Text)]
+    assert text.text.endswith(f"300 ms each in the median, {0.25 / alone_s:.2f} times what was predicted in steps 1 to 2.")
+    assert values(blocks)["step"] == 0.3
+
+
+def test_a_loss_that_is_not_of_the_last_step_says_so() -> None:
+    """One that is not a number is left out of its step."""
+    steps = (*STEPS, StepRecord(3, None, 0.3))
+    [facts] = [block.facts for block in _glance(facts_of(steps=steps), {}) if isinstance(block, Facts)]
+    assert [(fact.value, fact.note) for fact in facts if fact.label == "loss"] == [(4.0, "of step 2, the last that had one")]
+
+
 def test_evaluations_are_drawn_beside_the_loss() -> None:
     """Where there were any, as points among steps without; the last of them is told."""
     steps = (STEPS[0], msgspec.structs.replace(STEPS[1], held_out_loss=6.0, held_out_accuracy=0.25), STEPS[2])

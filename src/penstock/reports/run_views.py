@@ -185,26 +185,33 @@ def _steps_s(run: RunFacts, predicted: dict[int, list[Execution]]) -> dict[int, 
 
 def _glance(run: RunFacts, predicted: dict[int, list[Execution]]) -> list[Block]:
     steps = run.steps
-    time_s, expected_s = _median([one.time_s for one in steps]), _median(list(_steps_s(run, predicted).values()))
+    time_s, by_step = _median([one.time_s for one in steps]), _steps_s(run, predicted)
+    same = [one for one in steps if one.step in by_step and one.time_s is not None]
+    same_s = _median([one.time_s for one in same])
+    expected_s = _median([by_step[step] for step in ([one.step for one in same] or by_step)])
+    which = f" in steps {same[0].step} to {same[-1].step}" if 0 < len(same) < len(steps) else ""
+    loss, held_out = (_last((one.step, getattr(one, name)) for one in steps) for name in ("loss", "held_out_loss"))
     done = plural(len(steps), "step") + (f", the last of them {steps[-1].step}" if steps else "")
     middle = "" if time_s is None else f", {format_time(time_s)} each in the median"
-    beside = "" if time_s is None or expected_s is None else f", {time_s / expected_s:.2f} times what was predicted"
+    beside = "" if same_s is None or expected_s is None else f", {same_s / expected_s:.2f} times what was predicted{which}"
+    simulated = f"simulated{which}" if which else "the same steps, simulated"
+    of_loss = "of the last step" if steps and loss[0] == steps[-1].step else f"of step {loss[0]}, the last that had one"
     facts = [
-        Fact("step", time_s, "time", "measured, median"), Fact("predicted", expected_s, "time", "the same steps, simulated"),
+        Fact("step", time_s, "time", "measured, median"), Fact("predicted", expected_s, "time", simulated),
         Fact("tokens/s", _median([one.tokens_per_s for one in steps]), "count", "measured, median"),
         Fact("MFU", _median([one.mfu for one in steps]), "share"),
-        Fact("loss", _last(one.loss for one in steps), "number", "of the last step"),
-        Fact("held-out loss", _last(one.held_out_loss for one in steps), "number", "of the last evaluation"),
+        Fact("loss", loss[1], "number", of_loss),
+        Fact("held-out loss", held_out[1], "number", "of the last evaluation"),
         Fact("waiting for programs", _median([one.planning_wait_s for one in steps]), "time", "median of a step"),
         Fact("events", len(run.events), "count", "noticed or decided"),
     ]  # fmt: skip
     return [Text(f"A run of {done}{middle}{beside}."), Facts(tuple(fact for fact in facts if fact.value is not None))]
 
 
-def _last(values: Iterable[float | None]) -> float | None:
-    """The last that is known."""
-    known = [value for value in values if value is not None]
-    return known[-1] if known else None
+def _last(values: Iterable[tuple[int, float | None]]) -> tuple[int, float | None]:
+    """Step and value of the last that is known."""
+    known = [found for found in values if found[1] is not None]
+    return known[-1] if known else (0, None)
 
 
 def _timeline(run: RunFacts, steps: Sequence[int], predicted: dict[int, list[Execution]]) -> list[Block]:
