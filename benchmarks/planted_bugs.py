@@ -1544,6 +1544,8 @@ _JOBS = (
          "jobs/test_starting.py", pick="reaches_the_run"),
     _bug("a job's optimizer is the plan's", "jobs/starting.py", "optimizer=train.optimizer or plan.optimizer", "optimizer=plan.optimizer",
          "an option ignored", "jobs/test_starting.py", pick="reaches_the_run"),
+    _bug("a profile is known by its name", "jobs/planning.py", "question.costs, _content(question.costs)", "question.costs",
+         "it is measured anew, and plans are those of before", "jobs/test_planning.py", pick="answer_of_its_own"),
     _bug("plans of other models are taken", "jobs/planning.py", "    if differ := differences(plan, model):\n", "    if differ := []:\n",
          "tensors do not fit, hours later",
          "jobs/test_planning.py", pick="other_models"),

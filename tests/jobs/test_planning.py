@@ -73,6 +73,11 @@ def test_another_question_gets_an_answer_of_its_own(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WORLD_SIZE", "2")
     plans_for(QUESTION, samples)
     assert len(asked) == count + 4
+    profile = tmp_path / "own.json"
+    for number, content in enumerate(("measured", "measured", "measured anew"), 5):
+        profile.write_text(content, encoding="utf-8")
+        plans_for(replace(QUESTION, costs=f"profile:{profile}"), samples)
+        assert len(asked) == count + number - (number > 5)
 
 
 def test_a_search_is_asked_for_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.clusters import cluster_to_dict, resolve_cluster
 from penstock.errors import InfeasibleError, InputError, plural
 from penstock.files import read_json, write_json
-from penstock.jobs.cache import cache_folder, digest, made_once
+from penstock.jobs.cache import cache_folder, digest, digest_of_files, made_once
 from penstock.jobs.job_file import absolute_source
 from penstock.plans.plan import Plan
 from penstock.plans.schema import plan_from_dict, plan_to_dict
@@ -135,12 +135,19 @@ def plans_for(
     """The best plans for these samples. Processes that ask the same get the same plans, on one machine or with one cache."""
     cluster = resolve_cluster(question.cluster)
     asked = {field.name: getattr(question, field.name) for field in dataclasses.fields(question) if field.name != "model"}
+    asked["costs"] = question.costs, _content(question.costs)
     asked["model"] = [(block.name, copies, [op.signature for op in block.ops]) for block, copies in question.model.runs]
     lengths = [(sample.length, sample.dec_length) for sample in samples]
     started = os.environ.get("WORLD_SIZE")
     path = cache_folder("plans") / f"{digest(_RECIPE, asked, dict(question.model.config), cluster_to_dict(cluster), lengths, started)}.json"
     made_once(path, lambda path: write_json(path, _to_dict(_searched(question, samples, progress))))
     return _from_dict(read_json(path, "kept plans"), path)
+
+
+def _content(costs: str) -> str:
+    """A name for what is in the profile that a source of costs is; a file may be measured anew under its old name."""
+    kind, _, path = costs.strip().partition(":")
+    return digest_of_files([Path(path)]) if kind == "profile" and os.path.isfile(path) else ""
 
 
 def _searched(question: PlanQuestion, samples: Sequence[SampleLengths], progress: Callable[[str], None]) -> FoundPlans:
