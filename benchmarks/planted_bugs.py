@@ -1957,6 +1957,8 @@ _WATCHED = (
          'ends if contention == "device" else ends[:1]', "pair and device are exchanged", "timing/test_workload.py", pick="take_turns"),
     _bug("peaks are those of the emptiest step", "runtime/telemetry/predicting.py", "fullest = max(steps,", "fullest = min(steps,",
          "min for max", "runtime/telemetry/test_predicting.py", pick="most_tokens"),
+    _bug("rounding is a transfer", "runtime/telemetry/predicting.py", "rest if rest > _ROUNDING * step_s else 0.0", "max(0.0, rest)",
+         "a device alone is told of 0.000000000651 ns of transfers", "runtime/telemetry/test_predicting.py", pick="alone_waits"),
     _bug("a rank of several stages updates one", "runtime/telemetry/predicting.py",
          "update = sum(found.stages[seat.stage].optimizer_s for seat in seats)",
          "update = max(found.stages[seat.stage].optimizer_s for seat in seats)", "the rest seems to be waiting",

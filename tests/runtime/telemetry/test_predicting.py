@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from penstock.plans.plan import MicroBatching, Plan
 from penstock.plans.references import cluster_of, model_of
 from penstock.runtime.request import TrainRequest
 from penstock.runtime.run_inputs import run_inputs
-from penstock.runtime.telemetry.predicting import predict_peaks, predict_steps
+from penstock.runtime.telemetry.predicting import _parts, predict_peaks, predict_steps
 from penstock.timing.estimate import Estimator
 
 STEPS = range(2, 5)
@@ -69,6 +70,14 @@ def test_the_parts_of_each_rank_add_up_to_the_step(data: str, changes: dict[str,
         slowest_s = max(found.parts[rank].forward_s for ranks in stage.devices for rank in ranks)
         assert slowest_s == pytest.approx(4 / plan.num_replicas * forward_s)
     assert (found.parts[plan.ranks[0]].transfers_s > 0) == (len(plan.ranks) > 1)
+
+
+def test_a_device_alone_waits_for_nobody() -> None:
+    """Rounding is no transfer: 0.1 + 0.2 + 0.3 is more than 0.6."""
+    found = SimpleNamespace(stages=[SimpleNamespace(optimizer_s=0.3)])
+    for step_s, transfers_s in ((0.1 + 0.2 + 0.3, 0.0), (0.6 + 1e-6, pytest.approx(1e-6))):
+        parts = _parts(plan_of(), step_s, np.array([[0.1]]), np.array([[0.2]]), found)  # type: ignore[arg-type]
+        assert parts[0].transfers_s == transfers_s
 
 
 def test_peaks_are_those_of_the_samples_there_are(data: str) -> None:

@@ -44,6 +44,8 @@ __all__ = ["PASSES", "Pass", "PredictedSteps", "ProgramTimes", "passes_s", "pred
 Pass = Forward | Backward | BackwardInput | BackwardWeight
 PASSES: dict[type[Instruction], int] = {Forward: FORWARD, Backward: BACKWARD, BackwardInput: INPUT_GRAD, BackwardWeight: WEIGHT_GRAD}
 """The kind of action that each instruction is."""
+_ROUNDING = 1e-9
+"""Of a step's time, what sums of its parts may be off by."""
 
 
 @dataclass(frozen=True)
@@ -214,5 +216,6 @@ def _parts(plan: Plan, step_s: float, forward_s: Floats, backward_s: Floats, fou
     for rank, seats in seats_of(plan).items():
         forward, backward = (float(sum(passes[seat.replica, seat.stage] for seat in seats)) for passes in (forward_s, backward_s))
         update = sum(found.stages[seat.stage].optimizer_s for seat in seats)
-        parts[rank] = StepParts(forward, backward, update, max(0.0, step_s - forward - backward - update))
+        rest = step_s - forward - backward - update
+        parts[rank] = StepParts(forward, backward, update, rest if rest > _ROUNDING * step_s else 0.0)
     return parts
