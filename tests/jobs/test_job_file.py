@@ -133,6 +133,11 @@ def test_values_of_changes(text: str, value: Any) -> None:
     assert list(parse_changes([text]).values()) == [value]
 
 
+def test_a_field_without_its_group_is_told_with_it() -> None:
+    with pytest.raises(InputError, match=r"a job has no field 'lr'\. Known: train\.lr\.$"):
+        job_from(LEAST, {"lr": 1.0}, "the job")
+
+
 def test_times_of_day_are_no_numbers_of_steps() -> None:
     with pytest.raises(InputError, match=r"train\.steps: Input should be a valid integer"):
         job_from(LEAST, parse_changes(["train.steps=1:30"]), "the job")

@@ -202,7 +202,9 @@ def job_from(values: Mapping[str, Any], changes: Mapping[str, Any], where: str) 
     for name, value in changes.items():
         group, _, field = name.rpartition(".")
         if field not in _KNOWN.get(group, ()) or (not group and field in _GROUPS):
-            raise InputError(f"a job has no field '{name}'. {near_misses(name, [name for name, _ in dotted_fields()])}")
+            known = [one for one, _ in dotted_fields()]
+            of_groups = [one for one in known if one.endswith(f".{name}")]
+            raise InputError(f"a job has no field '{name}'. {near_misses(name, of_groups or known)}")
         if group and not isinstance(merged.setdefault(group, {}), dict):
             merged[group] = {}
         (merged[group] if group else merged)[field] = value
