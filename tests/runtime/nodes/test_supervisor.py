@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,16 +15,18 @@ from free_ports import free_port
 
 from penstock.adapting.deaths import RunWitness
 from penstock.adapting.events import read_events
-from penstock.errors import InputError
+from penstock.errors import InputError, PenstockError
 from penstock.plans.build import uniform_plan
+from penstock.runtime.checkpoints.folder import find_checkpoint
 from penstock.runtime.checkpoints.layout import TensorPiece
 from penstock.runtime.nodes import following, supervisor
 from penstock.runtime.nodes.succession import LeaderLostError, LedBy
 from penstock.runtime.nodes.supervisor import Supervisor, _NodeJoins
 from penstock.runtime.recovering.copies import Copies, CopyPlace
 from penstock.runtime.recovering.recovery import RunRecovery
-from penstock.runtime.request import EvalRecord, GoingOn, NodePlace, TrainRequest, TrainResult
+from penstock.runtime.request import EvalRecord, GoingOn, NodePlace, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import put_in_force
+from penstock.runtime.run_lock import run_lock
 from penstock.runtime.workers import WorkerError
 
 
@@ -46,20 +49,67 @@ def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> N
     assert recovery.whole(TrainResult(50, 0, (), (), 0.0, 0.0, {}, None)).evaluated == (EvalRecord(60, 2.0, 0.5),)
 
 
+def one_copy(step: int) -> Copies:
+    """What the only rank of a run had learned after some steps."""
+    copies = Copies(1)
+    copies.save(0, step, CopyPlace(0, 0, 1), [TensorPiece("weights/w", (1,), ((0, 1),), torch.ones(1))], {})
+    return copies
+
+
 def test_what_ended_a_run_is_told_though_its_copies_cannot_be_written(tmp_path: Path) -> None:
     """As on a disk that is full, which may be what ended it."""
     plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2)
     request = TrainRequest(plan, "data", 100, str(tmp_path / "run"))
-    copies = Copies(1)
-    copies.save(0, 5, CopyPlace(0, 0, 1), [TensorPiece("weights/w", (1,), ((0, 1),), torch.ones(1))], {})
     put_in_force(request.out, 0, plan)
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     supervisor = Supervisor(request, 0, lambda: None)
-    found = supervisor._given_up(WorkerError("rank 0 was killed."), RunRecovery(request, 0, copies, (0,), None))
+    found = supervisor._given_up(WorkerError("rank 0 was killed."), RunRecovery(request, 0, one_copy(5), (0,), None))
     assert isinstance(found, WorkerError) and re.fullmatch(
         r"rank 0 was killed\.\nThe copies of the last steps could not be written as a checkpoint: .*cannot hold checkpoints.*\n"
         r"No checkpoint had been written: there is nothing to go on from\. .*", str(found),
     )  # fmt: skip
+
+
+def test_the_copies_of_nodes_whose_folder_is_gone_are_put_there_again(tmp_path: Path) -> None:
+    """After the step that runs, once all nodes have ended their ranks and told what copies they have."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2)
+    request = TrainRequest(plan, "data", 100, str(tmp_path / "run"))
+    put_in_force(request.out, 0, plan)
+    stopped = list[str]()
+
+    def stop() -> list[WorkerError]:
+        stopped.append("all")
+        return []
+
+    nodes: Any = SimpleNamespace(order=lambda *_: None, is_asked=False, stop=stop)
+    planners: Any = SimpleNamespace(handover=None)
+
+    def run(*_: Any, listen: Any, **__: Any) -> None:
+        listen(0, StepReport(4, 1.0, 1.0))
+        os.rename(request.out, tmp_path / "elsewhere")
+        listen(0, StepReport(5, 1.0, 1.0))
+
+    pool: Any = SimpleNamespace(members=(0,), has_failed=False, revive=lambda *_: None, run=run)
+    heard, recovery = list[StepReport](), RunRecovery(request, 0, one_copy(5), (0,), None)
+    supervisor = Supervisor(request, 0, lambda: None)
+    with run_lock(tmp_path / "run") as lock, pytest.raises(PenstockError, match=r"run', or its lock, was removed.*\nStep 5 is safe"):
+        supervisor._run(pool, planners, cast("Any", heard.append), recovery, nodes, None, lock)
+    assert [one.step for one in heard] == [4] and stopped == ["all"]
+    assert find_checkpoint(request.out).name.endswith("step-5")
+
+
+def test_a_node_that_takes_the_lead_of_a_folder_that_it_cannot_write_saves_its_copies(tmp_path: Path) -> None:
+    """As after any death: here the plans of the run are damaged."""
+    plan = uniform_plan("gpt-tiny", "4xcpu", global_batch=4, micro_batch=2)
+    request = TrainRequest(plan, "data", 100, str(tmp_path / "run"))
+    put_in_force(request.out, 0, plan)
+    (tmp_path / "run" / "plans" / "00000000.json").write_text("{}")
+    nodes: Any = SimpleNamespace(ranks={0: (1,), 1: (0,)}, number=1, gone_ranks=lambda: ())
+    taken: Any = SimpleNamespace(node=0, why="it is silent", has_left=False)
+    recovery = RunRecovery(request, 0, one_copy(5), (0, 1), None)
+    words = r"(?s)^node 0 is lost, with rank 1: it is silent\. Node 1 leads now\.\nTraining cannot go on: .*\nStep 5 is safe"
+    with pytest.raises(WorkerError, match=words):
+        Supervisor(request, 0, lambda: None)._taken_over(recovery, nodes, taken)
 
 
 def test_a_node_leads_when_the_one_that_took_the_lead_is_lost_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

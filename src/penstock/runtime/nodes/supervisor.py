@@ -70,6 +70,10 @@ class _NodeJoins(BeginAnew):
     """All ranks are to begin anew, with those of a node that has come."""
 
 
+class _FolderGone(PenstockError):
+    """The folder of a run on several nodes was removed, or the lock in it."""
+
+
 class Supervisor:
     """Starts and watches the ranks of this node for one run, and what leads or follows other nodes."""
 
@@ -196,10 +200,7 @@ class Supervisor:
         done = [one for one in read_steps(out / STEPS) if one.step <= last] if (out / STEPS).is_file() else []
         recovery.take_over(map(report_of, done), plan_of_run(out))
         text = f"{lost_words(f'node {taken.node}', lost, taken.why, has_left=taken.has_left)}. Node {nodes.number} leads now"
-        going_on = recovery.go_on(lost, text, nodes.gone_ranks(), has_left=taken.has_left)
-        if going_on is None:
-            raise self._given_up(WorkerError(f"{text}."), recovery)
-        return going_on
+        return self._going_on(WorkerError(f"{text}.", lost, is_lost=True, has_left=taken.has_left), recovery, nodes)
 
     def _store_place(self, nodes: LeadingNode | None) -> tuple[str, bytes] | tuple[()]:
         return () if nodes is None else (nodes.host, store_key())
@@ -256,6 +257,8 @@ class Supervisor:
                 def listen(rank: int, message: StepReport | PlanAdopted | MayLeave) -> None:
                     if rank == pool.members[0]:
                         self._require_lead(nodes, lock)
+                        if nodes is not None and lock.is_gone:  # nobody could know who leads next
+                            raise _FolderGone(f"the folder of the run, '{self.request.out}', or its lock, was removed while it went on.")
                         if isinstance(message, MayLeave):
                             raise NodeLeaves
                         hear(message)
@@ -266,22 +269,28 @@ class Supervisor:
                 found: list[TrainResult] = pool.run(*job, timeout_s=_RUN_S, listen=listen)
                 self._ended_by = found[0].ended_by
                 return found[0]
-            except (WorkerError, _NodeJoins) as ended:
+            except (WorkerError, _NodeJoins, _FolderGone) as ended:
                 self._require_lead(nodes, lock)
                 going_on = self._after(ended, recovery, nodes)
             assert recovery is not None
             request, members = recovery.request, recovery.members
             planners.begin_anew(going_on.step, program_planner(request))
 
-    def _after(self, ended: WorkerError | _NodeJoins, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
+    def _after(self, ended: WorkerError | _NodeJoins | _FolderGone, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
         """Decides where new processes begin once all that there were have ended: because of a failure, or so that a node can join. One that
         waits to join while another is lost does so later."""
         lost = [] if nodes is None else nodes.stop()
+        if isinstance(ended, _FolderGone):
+            raise self._given_up(ended, recovery) from None
         knows_why = isinstance(ended, WorkerError) and not ended.lost_peer
         error = ended if knows_why or not lost else lost[0]
         if isinstance(error, _NodeJoins):
             assert nodes is not None and recovery is not None
             return recovery.join(nodes.admit())
+        return self._going_on(error, recovery, nodes)
+
+    def _going_on(self, error: WorkerError, recovery: RunRecovery | None, nodes: LeadingNode | None) -> GoingOn:
+        """Where new processes begin after a failure, unless it ends the run."""
         going_on = None
         if recovery is not None and error.is_lost:
             gone = () if nodes is None else nodes.gone_ranks()
@@ -305,13 +314,9 @@ class Supervisor:
         return with_safe_step(error, self.request, self._first_step)
 
     def _require_lead(self, nodes: LeadingNode | None, lock: RunLock) -> None:
-        """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more. Where the
-        folder is gone nobody could know who leads next."""
-        if nodes is None or lock.is_held:
-            return
-        if lock.is_gone:
-            raise LeaderLostError(f"the folder of the run, '{self.request.out}', or the lock in it, was removed while it went on.")
-        raise LeaderLostError(f"this node stood still, and another leads the run in '{self.request.out}' now.")
+        """Ends a node that stood still for so long that another leads in its place: nothing in the folder is its own any more."""
+        if nodes is not None and not lock.is_held and not lock.is_gone:
+            raise LeaderLostError(f"this node stood still, and another leads the run in '{self.request.out}' now.")
 
     def _let_join(self, message: StepReport | PlanAdopted, nodes: LeadingNode | None) -> None:
         """Lets a node join that waits to: all begin anew with it, one step after all ranks have copied what they had learned."""
