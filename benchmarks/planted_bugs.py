@@ -1461,6 +1461,8 @@ _ADAPTING = (
          "slow data looks like an error of the costs", "adapting/test_watching.py", pick="waits"),
     _bug("figures that nobody could predict are watched", "adapting/watching.py", " if known else {}", " if True else {}",
          "steps without figures count as known", "adapting/test_watching.py", pick="opened"),
+    _bug("a move after the last step is waited for", "adapting/watching.py", "        if request.at >= self._num_steps:",
+         "        if False:", "who asked hears at the end of the run that there was none", "adapting/test_watching.py", pick="last_word"),
     _bug("those who share cores are watched", "adapting/watching.py", "not (run.computes_on_cores and", "not (False and",
          "notes about the scheduler", "adapting/test_watching.py", pick="cores"),
     _bug("a rank without work stays slow for ever", "adapting/watching.py", "own.predicted_s / left.get(rank, 1.0)", "own.predicted_s",

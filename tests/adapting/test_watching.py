@@ -149,7 +149,7 @@ class Job:
 
     def __init__(self, plan: Plan, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.out, self.plan, self.failure = out, plan, ""
-        self.watch, self.moves, self.step = Watch(plan, out, members=range(4), moves=True), list[int](), 0
+        self.watch, self.moves, self.step = Watch(plan, out, members=range(4), moves=True, num_steps=500), list[int](), 0
         self._left: dict[int, float] = {}
         monkeypatch.setattr("penstock.adapting.watching.move", self._move)
 
@@ -230,12 +230,13 @@ def test_who_asks_is_answered_and_has_the_last_word(plan: Plan, tmp_path: Path, 
     job.run(10)
     assert job.plan == alone and job.step > 30
     wrong = {
+        "--at is 500, but the last step of the run is 499": plan,
         "seq_length is 64 in the new plan, but 128 in the old one": replace(plan, seq_length=64),
         "precision is 'bf16' in the new plan, but 'fp32' in": replace(plan, precision="bf16"),
         "--at is 5, but step": plan,
     }
     for message, other in wrong.items():
-        request = ask_for(tmp_path, other, 5 if message.startswith("--at") else 0)
+        request = ask_for(tmp_path, other, int(message.split()[2][:-1]) if message.startswith("--at") else 0)
         job.run(1)
         told = job.events("aborted")[-1]
         assert message in told.text and (told.status, told.request) == (2, request) and job.plan == alone

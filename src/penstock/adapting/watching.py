@@ -9,6 +9,7 @@ The first process of a job alone notices, decides and is asked: what it orders g
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -59,7 +60,8 @@ def watch_run(run: Run, *, moves: bool = False, notices: bool = True) -> StepWat
     if not run.is_first:
         return _Follower(notices, probes)
     found = Watch(
-        run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes
+        run.request.plan, run.request.out, members=run.members, anew=run.is_new, moves=moves, notices=notices, probes=probes,
+        num_steps=run.request.steps,
     )  # fmt: skip
     found.forget_request(run.step, goes_on=run.goes_on)
     return found
@@ -143,10 +145,11 @@ class Watch(_Follower):
 
     def __init__(
         self, plan: Plan, out: str | Path, *, members: Sequence[int] = (), anew: bool = True, moves: bool = False, notices: bool = True,
-        probes: LinkProbes | None = None,
+        probes: LinkProbes | None = None, num_steps: float = math.inf,
     ) -> None:  # fmt: skip
         super().__init__(notices, probes)
         self._plan, self._members, self._moves, self._out = plan, tuple(members or plan.ranks), moves, Path(out)
+        self._num_steps = num_steps
         self._subjects = _subjects(self._members)
         if probes is not None:
             self._subjects[Cause.LINK] = probes.subjects
@@ -278,6 +281,8 @@ class Watch(_Follower):
     def _check(self, request: MoveRequest, step: int) -> None:
         if request.at and request.at < step:
             raise InputError(f"--at is {request.at}, but step {step} is next. Ask for that or a later one.")
+        if request.at >= self._num_steps:
+            raise InputError(f"--at is {request.at}, but the last step of the run is {self._num_steps - 1}. Ask for an earlier one.")
         plan = request.wanted()
         model, cluster = model_of(plan), cluster_of(plan)
         require_valid(plan, model, cluster)
