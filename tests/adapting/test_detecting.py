@@ -41,6 +41,14 @@ def test_the_factor_gets_better_after_it_was_told() -> None:
     assert detector.factors(Cause.COMPUTE)[1,] == pytest.approx(2.0, rel=0.05)
 
 
+def test_a_factor_that_changes_from_step_to_step_is_told_a_few_times() -> None:
+    """Samples that come late in every other step: the median since then is now the one, now the other."""
+    factors = np.ones((80, 2))
+    factors[14:, 0] = np.tile([1.2, 2.2], 33)
+    _, found = changes(factors, noise=0.0, cause=Cause.DATA)
+    assert {change.subject for change in found} == {(0,)} and found[0].noticed == 18 and len(found) <= 4
+
+
 def test_slow_from_the_first_step_is_told_after_a_few() -> None:
     factors = np.ones((30, 4))
     factors[:, 3] = 1.3

@@ -150,7 +150,8 @@ class _Series:
         return [(LIMIT, self._tell(index, step - self.num_steps + 1, step)) for index in new]
 
     def _settle(self, step: int) -> list[tuple[float, Change]]:
-        """Levels after a change, and at the beginning, are medians of all that came since, up to a point; tells those that went far."""
+        """Levels after a change, and at the beginning, are medians of all that came since, up to a point; those that went far are told half
+        way there and then: of what changes from step to step the median does too."""
         found = []
         for index in np.flatnonzero(self._settling >= 0).tolist():
             before = int(self._settling[index])
@@ -158,7 +159,7 @@ class _Series:
             self.level[index] = _median(self._recent(index, steps))
             if steps >= SETTLING:
                 self._settling[index] = -1
-            if steps >= SETTLING // 2 and self._is_far(index):
+            if (steps == SETTLING // 2 or steps >= SETTLING) and self._is_far(index):
                 found.append((LIMIT, self._tell(index, step - steps + 1, step)))
         return found
 
