@@ -1647,6 +1647,8 @@ _KEPT = (
          "a resumed run reads the lengths of all earlier steps", "data/test_loader.py", pick="goes_on_where"),
     _bug("a store that is closed keeps its connection", "stores/ring.py", "        self._forget()\n        self._values.close()",
          "        self._forget()", "each plan that is adopted leaves one", "stores/test_tcp.py", pick="lets_go"),
+    _bug("a sentence of Redis ends twice", "stores/redis.py", 'why = str(lost).rstrip(".")', "why = str(lost)",
+         "two full stops", "stores/test_faults.py", pick="nothing_answers"),
     _bug("programs of killed jobs stay for good", "stores/redis.py", "                    together.expire(key, _EXPIRY_S)\n", "",
          "a server that many jobs use fills up", "stores/test_server.py", pick="killed_job"),
 )  # fmt: skip

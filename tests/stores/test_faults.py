@@ -203,5 +203,5 @@ def test_a_wrong_password_is_told_at_once_and_not_shown(shared_redis: RedisServe
 
 def test_nothing_answers(monkeypatch: pytest.MonkeyPatch, shared_redis: RedisServer) -> None:
     monkeypatch.setattr("penstock.stores.redis._FIRST_CONNECT_S", 0.2)
-    with pytest.raises(StoreError, match=r"does not answer.*penstock store start"):
+    with pytest.raises(StoreError, match=r"does not answer.*[^.]\. Start one with: penstock store start"):
         RedisValues("redis://:word@127.0.0.1:1/0")

@@ -111,8 +111,9 @@ class RedisValues:
                 self._call(lambda: self._client.ping())
                 return
             except ConnectionLost as lost:
+                why = str(lost).rstrip(".")
                 if time.monotonic() - start > _FIRST_CONNECT_S:
-                    raise StoreError(f"{self.where} does not answer: {lost}. Start one with: penstock store start") from None
+                    raise StoreError(f"{self.where} does not answer: {why}. Start one with: penstock store start") from None
             time.sleep(0.1)
 
     def _call(self, action: Callable[[], T]) -> T:
