@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from contextlib import ExitStack, nullcontext
@@ -27,6 +28,7 @@ from penstock.runtime.recovering.recovery import RunRecovery
 from penstock.runtime.request import EvalRecord, GoingOn, NodePlace, StepReport, TrainRequest, TrainResult
 from penstock.runtime.run_folder import put_in_force
 from penstock.runtime.run_lock import run_lock
+from penstock.runtime.telemetry.process_files import named_process
 from penstock.runtime.workers import WorkerError
 
 
@@ -47,6 +49,20 @@ def test_steps_from_before_the_run_went_back_are_done_again(tmp_path: Path) -> N
     found = Supervisor(request, 50, lambda: None)._taken_over(recovery, nodes, taken)
     assert found == GoingOn(50, False) and recovery.done == 62
     assert recovery.whole(TrainResult(50, 0, (), (), 0.0, 0.0, {}, None)).evaluated == (EvalRecord(60, 2.0, 0.5),)
+
+
+def test_what_ended_a_run_is_told_though_its_folder_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a rank, which its folder names no more, and in the launcher, which tidies the folder up."""
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    with (
+        run_lock(tmp_path) as lock, monkeypatch.context() as patched, pytest.raises(WorkerError, match="cannot be written"),
+        supervisor._left_tidy(str(tmp_path), lock), named_process(tmp_path, 0, "cpu"),
+    ):  # fmt: skip
+        patched.setattr(Path, "unlink", refuse)
+        raise WorkerError("the checkpoint cannot be written.")
 
 
 def one_copy(step: int) -> Copies:

@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,8 @@ class Supervisor:
         finally:
             nodes.close(end)
             if lock.is_held and not isinstance(end, Leaving):
-                forget_led(request.out)
+                with suppress(OSError):
+                    forget_led(request.out)
 
     def _taken_over(self, recovery: RunRecovery, nodes: LeadingNode, taken: TakenLead) -> GoingOn:
         """The step from which a run goes on whose leader was lost: what that knew of it is in the run's folder."""
@@ -376,5 +377,6 @@ def _left_tidy(out: str, lock: RunLock) -> Iterator[None]:
         raise
     finally:
         if lock.is_held and not leaves:
-            forget_processes(out)
-            forget_faults(out)
+            with suppress(OSError):  # as in a folder that is read-only now: what ended the run is of more account
+                forget_processes(out)
+                forget_faults(out)

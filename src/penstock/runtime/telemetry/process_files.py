@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -54,7 +54,8 @@ def named_process(folder: str | Path, number: int, device: str, kind: str = RANK
         yield
     finally:
         _NAMED.discard(path)
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # as in a folder that is read-only now: what ended the process is of more account
+            path.unlink(missing_ok=True)
 
 
 def forget_this_process() -> None:
