@@ -1446,7 +1446,7 @@ _ADAPTING = (
     _bug("nothing is lost on a slow link", "batching/misplanning.py", "return max(1.0, not_knowing / knowing)", "return 1.0",
          "no run ever chooses other micro-batches for it", "adapting/test_ladder.py", pick="measured_links"),
     _bug("what changes from step to step is told in each", "adapting/detecting.py",
-         "if (steps == SETTLING // 2 or steps >= SETTLING) and", "if steps >= SETTLING // 2 and",
+         "steps >= SETTLING // 2 and not self._corrected[index])", "steps >= SETTLING // 2)",
          "a note in the terminal after every step", "adapting/test_detecting.py", pick="few_times"),
     _bug("lengths of samples raise alarms", "adapting/detecting.py", "else _common(ratios)", "else 0.0",
          "what all ranks share is not taken off", "adapting/test_detecting.py"),

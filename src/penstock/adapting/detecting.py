@@ -110,6 +110,8 @@ class _Series:
         """The step after the last at which `up` and `down` were 0."""
         self._settling = np.zeros(count, dtype=np.int64)
         """How many steps have come before those that the level is being estimated from; -1: it is settled."""
+        self._corrected = np.zeros(count, dtype=np.bool_)
+        """Whether it was told again where a level is while that settles."""
         self._slow_first = np.zeros(count, dtype=np.bool_)
         self._past, self._rest = np.full((WINDOW, count), np.nan), np.full((WINDOW, count), np.nan)
         """Ratios, and what of them the levels do not explain: rings of the last steps."""
@@ -150,8 +152,8 @@ class _Series:
         return [(LIMIT, self._tell(index, step - self.num_steps + 1, step)) for index in new]
 
     def _settle(self, step: int) -> list[tuple[float, Change]]:
-        """Levels after a change, and at the beginning, are medians of all that came since, up to a point; those that went far are told half
-        way there and then: of what changes from step to step the median does too."""
+        """Levels after a change, and at the beginning, are medians of all that came since, up to a point; those that went far are told
+        once on the way there and once then: of what changes from step to step the median does too."""
         found = []
         for index in np.flatnonzero(self._settling >= 0).tolist():
             before = int(self._settling[index])
@@ -159,7 +161,9 @@ class _Series:
             self.level[index] = _median(self._recent(index, steps))
             if steps >= SETTLING:
                 self._settling[index] = -1
-            if (steps == SETTLING // 2 or steps >= SETTLING) and self._is_far(index):
+            is_due = steps >= SETTLING or (steps >= SETTLING // 2 and not self._corrected[index])
+            if is_due and self._is_far(index):
+                self._corrected[index] = True
                 found.append((LIMIT, self._tell(index, step - steps + 1, step)))
         return found
 
@@ -170,6 +174,7 @@ class _Series:
         self.level[index] = _median(self._recent(index, step - since + 1))
         self._settling[index] = max(0, self.num_steps - (step - since + 1))
         self._up[index] = self._down[index] = 0.0
+        self._corrected[index] = False
         self._since[:, index] = step + 1
         return since
 
