@@ -318,7 +318,6 @@ def _in_function() -> bool:
     return frame is not None
 
 
-
 def _mark(tree: Any) -> None:
     """These tensors depend on what units gave, and what the glue makes of them does."""
     for x in tensors_in(tree):
