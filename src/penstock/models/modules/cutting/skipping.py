@@ -42,6 +42,10 @@ Call = Callable[[nn.Module], Any]
 """Runs a module on one micro-batch, and may go on with what it returns (a loss)."""
 
 
+Answer = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
+"""What a call of a unit returns: the unit, its own forward pass, arguments, named arguments."""
+
+
 Through = Callable[[Any, Any, Any, object], Any]
 """Makes a torch call (function, arguments, named arguments); the last is its number in the module, the same however that is cut."""
 
@@ -64,6 +68,14 @@ class CarryAt:
     sites: tuple[Site, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
+
+
+class Owned(NamedTuple):
+    """A weight or a buffer by the place where the module has it, as the tensor that stands there is another one now and then."""
+
+    name: str
+    owner: nn.Module
+    attribute: str
 
 
 @dataclass(frozen=True)
@@ -118,22 +130,25 @@ class Skipping:
         self.glue_buffers: tuple[GlueBuffer, ...] = ()
         self.has_functions = False
         """Whether code between units calls functions with a backward pass of their own."""
-        self._weights = [
-            (f"{path}.{name}" if path else name, part, name)
+        self.weights = [
+            Owned(f"{path}.{name}" if path else name, part, name)
             for path, part in module.named_modules()
             for name, p in part._parameters.items()
             if p is not None
         ]
-        self._loose = self._outside_units()
-        self._lent: list[tuple[str, nn.Module, str]] = []
+        self.glue_candidates = self.weights_outside_units()
+        """Weights that code between units may use: of no unit, and those that are lent."""
+        self.lent: list[Owned] = []
         """Weights of units that code between units uses too."""
-        self._run: _Pass | None = None
+        self.answer: Answer | None = None
+        """The pass that is under way; without one units run as they are."""
         self._begun: list[str] = []
-        self._paths = {id(unit): path for path, unit in self.units.items()}
-        kinds: dict[Any, int] = {}
-        self._kinds = {id(unit): kinds.setdefault(kind_of(unit), len(kinds)) for unit in self.units.values()}
-        self._shapes = [UnitShapes() for _ in kinds]
-        self._buffers = {path: ChangingBuffers(unit) for path, unit in self.units.items()}
+        self.path_of = {id(unit): path for path, unit in self.units.items()}
+        """By the id of a unit."""
+        kinds: dict[Any, UnitShapes] = {}
+        self.shapes_of = {id(unit): kinds.setdefault(kind_of(unit), UnitShapes()) for unit in self.units.values()}
+        """By the id of a unit; units of one kind share them."""
+        self.buffers_of = {path: ChangingBuffers(unit) for path, unit in self.units.items()}
         self.in_place_of: dict[str, Callable[..., Any]] = {}
         """What runs in place of units' own forward passes, by path: compiled ones, or such as are timed."""
         self._before = [(unit, unit.__dict__.get("forward")) for unit in self.units.values()]
@@ -144,9 +159,8 @@ class Skipping:
     def tell_apart(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Makes a unit a kind of its own that returns something else than others that look like it: what is chosen by an attribute is not
         seen from outside."""
-        if not self._shapes[self._kinds[id(unit)]].are_those_of(unit, forward, args, kwargs):
-            self._kinds[id(unit)] = len(self._shapes)
-            self._shapes.append(UnitShapes())
+        if not self.shapes_of[id(unit)].are_those_of(unit, forward, args, kwargs):
+            self.shapes_of[id(unit)] = UnitShapes()
 
     def compile(self) -> None:
         """Units run compiled from now on, for any length, where that spares anything: a lookup is one kernel as it is."""
@@ -160,15 +174,16 @@ class Skipping:
             if before is not None:
                 unit.__dict__["forward"] = before
 
-    def _outside_units(self) -> list[tuple[str, nn.Module, str]]:
+    def weights_outside_units(self) -> list[Owned]:
+        """Weights that no unit has."""
         inside = {id(p) for unit in self.units.values() for p in unit.parameters()}
-        return [(name, part, attribute) for name, part, attribute in self._weights if id(part._parameters[attribute]) not in inside]
+        return [one for one in self.weights if id(one.owner._parameters[one.attribute]) not in inside]
 
-    def _kept_outside(self) -> list[tuple[str, nn.Module, str]]:
+    def buffers_outside_units(self) -> list[Owned]:
         """Buffers of no unit that are part of the module's state."""
         inside = {id(part) for unit in self.units.values() for part in unit.modules()}
         return [
-            (f"{path}.{name}" if path else name, part, name)
+            Owned(f"{path}.{name}" if path else name, part, name)
             for path, part in self.module.named_modules()
             for name, b in part._buffers.items()
             if b is not None and id(part) not in inside and name not in part._non_persistent_buffers_set
@@ -176,32 +191,30 @@ class Skipping:
 
     def _wrapped(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            run = self._run
-            return forward(*args, **kwargs) if run is None else run.unit(unit, forward, args, kwargs)
+            answer = self.answer
+            return forward(*args, **kwargs) if answer is None else answer(unit, forward, args, kwargs)
 
         return wrapped
 
     def trace(self, call: Call, device: torch.device | str = "cpu") -> None:
         """Finds the order of calls and what crosses each cut, with all units skipped."""
-        self._loose = self._outside_units()
+        self.glue_candidates = self.weights_outside_units()
         run = self._traced(call, device)
         if len(called := {path: unit for path, unit in self.units.items() if path in run.calls}) < len(self.units):
             # What is never called (a `ParameterList`, a head whose weight alone is used) is no unit: its weights are the glue's.
             self.units = called
-            self._loose = self._outside_units()
+            self.glue_candidates = self.weights_outside_units()
             run = self._traced(call, device)
-        self._lent = [one for one in self._weights if one[0] in run.used_after and one not in self._loose]
-        if self._lent:  # what the glue makes of units' weights crosses cuts too; it may use them before their unit is called
-            self._loose = [*self._loose, *self._lent]
+        self.lent = [one for one in self.weights if one.name in run.used_after and one not in self.glue_candidates]
+        if self.lent:  # what the glue makes of units' weights crosses cuts too; it may use them before their unit is called
+            self.glue_candidates = [*self.glue_candidates, *self.lent]
             run = self._traced(call, device)
         self.calls, self.cuts = tuple(run.calls), tuple(run.cuts())
         self.glue_weights = tuple(
-            GlueWeight(name, part, attribute, frozenset(max(0, k) for k in run.used_after[name]))
-            for name, part, attribute in self._weights
-            if name in run.used_after
+            GlueWeight(*one, frozenset(max(0, k) for k in run.used_after[one.name])) for one in self.weights if one.name in run.used_after
         )
         self.glue_buffers = tuple(
-            GlueBuffer(name, part, attribute, max(0, min(run.used_after.get(name, {0})))) for name, part, attribute in self._kept_outside()
+            GlueBuffer(*one, max(0, min(run.used_after.get(one.name, {0})))) for one in self.buffers_outside_units()
         )
 
     def _traced(self, call: Call, device: torch.device | str) -> _Trace:
@@ -236,16 +249,16 @@ class Skipping:
 
     def names_inside(self, first: int, last: int) -> set[str]:
         """Of the weights that code between units uses, those that units called in [first, last) have too."""
-        if not self._lent:
+        if not self.lent:
             return set()
         inside = {id(part) for path in self.calls[first:last] for part in self.units[path].modules()}
-        return {name for name, part, _ in self._lent if id(part) in inside}
+        return {name for name, part, _ in self.lent if id(part) in inside}
 
     @contextmanager
-    def _stand_ins(self, here: Callable[[str], bool], device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
+    def stand_ins(self, here: Callable[[str], bool], device: torch.device) -> Iterator[dict[str, nn.Parameter]]:
         """Weights of the glue that are not `here` are absent meanwhile."""
         saved, made = [], {}
-        for name, part, attribute in self._loose:
+        for name, part, attribute in self.glue_candidates:
             real = part._parameters[attribute]
             if real is not None and not here(name):
                 saved.append((part, attribute, real))
@@ -258,7 +271,7 @@ class Skipping:
                 part._parameters[attribute] = real
 
     @contextmanager
-    def _unhooked(self) -> Iterator[dict[int, tuple[Any, Any]]]:
+    def without_backward_hooks(self) -> Iterator[dict[int, tuple[Any, Any]]]:
         """Calls of units set no backward hooks meanwhile: gradients meet those where a unit runs, and nowhere else. What the hooks are."""
         hooked = [unit for unit in self.units.values() if unit._backward_hooks or unit._backward_pre_hooks]
         before = {id(unit): (unit._backward_hooks, unit._backward_pre_hooks) for unit in hooked}
@@ -374,7 +387,7 @@ class _Pass:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Units ask this pass while it lasts."""
-        before, self.chain._run = self.chain._run, self
+        before, self.chain.answer = self.chain.answer, self.unit
         try:
             with left_out():
                 yield
@@ -383,7 +396,7 @@ class _Pass:
             where = f"after '{after[-1]}'" if after else "before the first part"
             raise NeedsValues(f"{error} {where}, which another stage may have. Move it into a block, or allow one stage.") from None
         finally:
-            self.chain._run = before
+            self.chain.answer = before
 
     def calls_so_far(self) -> tuple[str, ...]:
         return self.chain.calls[: self.begun]
@@ -394,7 +407,7 @@ class _Pass:
 
     def skipped(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self.unwatched():
-            return self.chain._shapes[self.chain._kinds[id(unit)]].outputs(unit, forward, args, kwargs, self.device)
+            return self.chain.shapes_of[id(unit)].outputs(unit, forward, args, kwargs, self.device)
 
     def unit(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A unit is called."""
@@ -423,10 +436,10 @@ class _Trace(_Pass):
         self.used_after: dict[str, set[int]] = {}
 
     def go(self, call: Call) -> None:
-        with self.chain._stand_ins(lambda name: False, self.device) as stand_ins, self.running():
-            own = {id(part._parameters[attribute]): name for name, part, attribute in self.chain._weights}
-            own |= {id(part._buffers[attribute]): name for name, part, attribute in self.chain._kept_outside()}
-            self.weights = own | {id(p): name for name, p in stand_ins.items()}
+        with self.chain.stand_ins(lambda name: False, self.device) as made, self.running():
+            own = {id(part._parameters[attribute]): name for name, part, attribute in self.chain.weights}
+            own |= {id(part._buffers[attribute]): name for name, part, attribute in self.chain.buffers_outside_units()}
+            self.weights = own | {id(p): name for name, p in made.items()}
             with torch.no_grad(), _Glue(self):
                 out = call(self.chain.module)
             self.use(out)
@@ -461,7 +474,7 @@ class _Trace(_Pass):
         with self.unwatched():
             self.use((args, kwargs), by_unit=True)
             self.kept.append((args, kwargs))
-        self.calls.append(self.chain._paths[id(unit)])
+        self.calls.append(self.chain.path_of[id(unit)])
         with self.unwatched():
             self.chain.tell_apart(unit, forward, args, kwargs)
         out = self.skipped(unit, forward, args, kwargs)
@@ -525,7 +538,7 @@ class _Part(_Pass):
         here = {weight.name for weight in self.chain.glue_weights if any(self.first <= k < self.last for k in weight.calls)}
         here |= self.chain.names_inside(self.first, self.last)
         watching: AbstractContextManager[Any] = _Glue(self) if self.sees_glue or self.through is not None else self.unwatched()
-        with self.chain._stand_ins(here.__contains__, self.device), self.chain._unhooked() as self.hooks, self.running():
+        with self.chain.stand_ins(here.__contains__, self.device), self.chain.without_backward_hooks() as self.hooks, self.running():
             try:
                 with watching:
                     out = call(self.chain.module)
@@ -539,7 +552,7 @@ class _Part(_Pass):
 
     def unit(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         k, chain = self.begun, self.chain
-        path = chain._paths[id(unit)]
+        path = chain.path_of[id(unit)]
         expected = chain.calls[k] if k < len(chain.calls) else "nothing"
         if path != expected:
             raise InputError(_other_order((path, expected)))
@@ -572,7 +585,7 @@ class _Part(_Pass):
 
     def _skipped_once(self, unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = tuple(map(_asked, (*args, *kwargs.values())))
-        key = (self.chain._kinds[id(unit)], given, len(args))
+        key = (self.chain.shapes_of[id(unit)], given, len(args))
         if not any(isinstance(x, torch.Tensor) for x in args) or key not in self.same:
             self.same[key] = self.skipped(unit, forward, args, kwargs)
         return self.same[key]
@@ -593,7 +606,7 @@ class _Part(_Pass):
         # It runs again between other micro-batches; what is ambient (which samples lie where, and which kernels run) must then be its own,
         # and so must running statistics.
         ambient, allowed = contextvars.copy_context(), torch.backends.cuda.cudnn_sdp_enabled()
-        buffers, met = self.chain._buffers[self.chain.calls[k]], Met()
+        buffers, met = self.chain.buffers_of[self.chain.calls[k]], Met()
 
         def again(*a: Any, **kw: Any) -> Any:
             with cudnn_attention(allowed), buffers.run(met):
@@ -603,7 +616,7 @@ class _Part(_Pass):
 
     def _on_units(self, given: Any) -> bool:
         """Whether any of these tensors depends on weights."""
-        loose = {id(part._parameters[name]) for _, part, name in self.chain._loose}  # a tracer may have put others there
+        loose = {id(part._parameters[name]) for _, part, name in self.chain.glue_candidates}  # a tracer may have put others there
         return any(isinstance(x, Absent) or hasattr(x, _FROM_UNIT) or id(x) in loose for x in tree_iter(given))
 
     def _exchanged(self, out: Any, kind: str, number: int) -> Any:
