@@ -18,11 +18,12 @@ from penstock.errors import InputError, plural
 from penstock.models.modules.attention import cudnn_attention
 from penstock.models.modules.base import Carry
 from penstock.models.modules.build import TORCH_DTYPES
+from penstock.models.modules.cutting.chain import Site
 from penstock.models.modules.cutting.dividing import Division, Styles
 from penstock.models.modules.cutting.origins import Made, make_origin
 from penstock.models.modules.cutting.packing import Keeper, SeenDropout, has_dropout, kept
 from penstock.models.modules.cutting.seen import SeenMicroBatch, seen
-from penstock.models.modules.cutting.skipping import Site, Skipping
+from penstock.models.modules.cutting.skipping import Skipping
 from penstock.models.modules.cutting.weights import WeightTable
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.modules.unit import UnitOp

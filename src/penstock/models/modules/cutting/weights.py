@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.models.modules.cutting.skipping import Skipping
+from penstock.models.modules.cutting.chain import UnitChain
 from penstock.models.stored import GLUE
 
 __all__ = ["WeightTable"]
@@ -23,7 +23,7 @@ __all__ = ["WeightTable"]
 class WeightTable:
     """Which op of a chain has which weights; those that no op uses stay with the first, as they are."""
 
-    def __init__(self, chain: Skipping) -> None:
+    def __init__(self, chain: UnitChain) -> None:
         self._chain = chain
         self.home = {id(p): name for name, p in chain.module.named_parameters()}
         """The name in the module of each weight: the first, where it has several."""
