@@ -1,7 +1,7 @@
-"""One pass of a module's forward: calls of its units, and torch calls of the code between them (the glue), are brought before it.
+"""A forward pass of a module that decides what calls of its units return, and sees torch calls of the code between them (the glue).
 
     the module calls     embed        x * 2        layers.0     torch.cat    …
-    the pass is asked    on_unit      on_glue      on_unit      on_glue      what comes of it, and may look at what it is made of
+    the pass is asked    on_unit      on_glue      on_unit      on_glue      and what it gives is what the module goes on with
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-de
 
 
 class ModulePass(ABC):
-    """What a pass knows of where in the module it is."""
+    """Base of the passes: where in the module one is, and how calls of units and of torch reach it."""
 
     def __init__(self, chain: UnitChain, device: torch.device) -> None:
         self.chain, self.device = chain, device
@@ -84,14 +84,14 @@ class ModulePass(ABC):
 
 
 class GlueCalls(TorchFunctionMode):
-    """Brings every torch call of the glue before a pass. One mode for all that is watched: a stack of modes costs each call again."""
+    """Shows a pass every torch call of the glue. One mode for all that is watched: a stack of modes costs each call again."""
 
     def __init__(self, run: ModulePass) -> None:
         super().__init__()
         self.run = run
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The call itself, but for what the pass makes of it."""
+        """Calls torch through the pass."""
         if self.run.quiet:
             return func(*args, **(kwargs or {}))
         out = self.run.call_torch(func, args, kwargs or {})
