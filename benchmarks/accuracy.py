@@ -5,22 +5,25 @@
     python benchmarks/accuracy.py --out OUT --parts steps      only one of `steps` and `runs`
 
 The points are drawn at random and are not grid points of the profile; those below 2,000 tokens are steps of four micro-batches, as
-small ones come. Each result is a line in OUT/steps.jsonl or OUT/runs.jsonl: what was stopped goes on where it was.
+small ones come. A rank of the runtime runs them under a plan of fixed micro-batches, so that small passes are played from recordings.
+Each result is a line in OUT/steps.jsonl or OUT/runs.jsonl: what was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from accuracy_runs import measure_runs, run_errors
 from lines import Lines
 
@@ -29,16 +32,26 @@ from penstock.costs.memory import stage_memory
 from penstock.costs.profiled import Profiled
 from penstock.costs.source import CostSource
 from penstock.costs.sources import open_costs
+from penstock.data.samples import Sample
 from penstock.models import Model, Shape, resolve_model
+from penstock.models.micro_batch import MicroBatch
+from penstock.models.shapes import Layout
+from penstock.plans.plan import MicroBatching, Plan, Stage
+from penstock.plans.references import model_of
+from penstock.programs.lower import lower
+from penstock.programs.work import ReplicaWork
+from penstock.runtime.source import Source
+from penstock.schedules.actions import BACKWARD, FORWARD, Action
 from penstock.timing.pass_times import OpSlice, stage_passes
+from penstock.timing.recorded import FewShapes, is_recorded
 
-if TYPE_CHECKING:
-    from penstock.models.modules import Batch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # for `training_jobs`
 
 POINTS, SMALL_POINTS, DEVICE = 32, 11, "h200-141gb"
-SMALL, MICRO_BATCHES, ROUNDS = (80, 1950, 256), 4, 4
-"""Smallest and largest number of tokens and longest sequence of small points, how many micro-batches their steps have, and how often each
-is measured."""
+SMALL, MICRO_BATCHES = (80, 1950, 256), 4
+"""Smallest and largest number of tokens and longest sequence of small points, and how many micro-batches their steps have."""
+WARM_UP_S, STEPS = 0.3, 3
+"""How long steps of a point run before some are timed, after those of other points."""
 LARGE = 12_000
 """Tokens of a step from which on a GPU does not wait for its host."""
 SMALL_NAME, LARGE_NAME = "below 2,000 tokens", "12,000 tokens and more"
@@ -55,7 +68,7 @@ class Point:
     """One training step: the sequences of its micro-batch, what is recomputed, and how often it runs before the update."""
 
     model: str
-    layout: str
+    layout: Layout
     recompute: str
     lengths: tuple[int, ...]
     row_length: int = 0
@@ -67,13 +80,17 @@ class Point:
     def key(self) -> str:
         return json.dumps(asdict(self))
 
+    def micro_batch(self, index: int = 0) -> MicroBatch:
+        """One of its micro-batches; all have samples of the same lengths."""
+        ids = tuple(range(index * len(self.lengths), (index + 1) * len(self.lengths)))
+        if not self.lengths[0]:
+            return MicroBatch(index, ids, "padded")
+        rows = (self.row_length, self.dec_row_length) if self.layout == "padded" else (0, 0)
+        return MicroBatch(index, ids, self.layout, self.lengths, self.dec_lengths, *rows)
+
     @property
     def shape(self) -> Shape:
-        if not self.lengths[0]:
-            return Shape.images(len(self.lengths))
-        if self.layout == "packed":
-            return Shape.packed(self.lengths, self.dec_lengths)
-        return Shape.padded(len(self.lengths), self.row_length, self.dec_row_length)
+        return self.micro_batch().shape()
 
 
 def draw_points(name: str) -> list[Point]:
@@ -103,7 +120,7 @@ def _is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def _sequences(name: str, layout: str, recompute: str, tokens: float, longest: int, decoder: bool, source: random.Random) -> Point:
+def _sequences(name: str, layout: Layout, recompute: str, tokens: float, longest: int, decoder: bool, source: random.Random) -> Point:
     if layout == "packed":
         lengths: list[int] = []
         while sum(lengths) < tokens:
@@ -132,108 +149,101 @@ def recomputed(model: Model, pattern: str) -> frozenset[int]:
     return frozenset(p.index for p in chosen)
 
 
+def plan_of(model: str, layout: Layout) -> Plan:
+    """One stage on one device, with all patterns of recomputation; micro-batches are those of the points."""
+    longest = RANGES[model][2]
+    plan = Plan(
+        model, f"1x{DEVICE}", 1, (), MicroBatching(layout, "fixed", 1), seq_length=longest,
+        dec_length=256 if resolve_model(model).dec_length else 0, precision=resolve_model(model).dtype, gradients="fp32",
+    )  # fmt: skip
+    ops = model_of(plan)
+    patterns = tuple(tuple((at, at + 1) for at in sorted(recomputed(ops, pattern))) for pattern in RECOMPUTE)
+    return replace(plan, stages=(Stage(0, ops.num_ops, ((0,),), recompute=patterns),))
+
+
 def measure(points: list[Point], found: Lines, deadline: float, device_kind: str = "cuda") -> None:
-    """Runs the points that are not there yet: large ones model by model, small ones of all models in rounds, whose mean counts, since they
-    depend on the pace of the host at the moment."""
-    large = [point for point in points if point.micro_batches == 1]
-    for name in dict.fromkeys(point.model for point in large):
-        todo = [point for point in large if point.model == name and point.key not in found]
+    """Runs the points that are not there yet, model by model."""
+    for name in dict.fromkeys(point.model for point in points):
+        todo = [point for point in points if point.model == name and point.key not in found]
         if todo and time.monotonic() < deadline:
             trained = Trained(name, device_kind)
             for point in todo:
                 if time.monotonic() > deadline:
                     break
-                trained.keep(point, [trained.measure(point)], found)
+                time_s, memory_bytes = trained.measure(point)
+                found.add(point.key, time_s=time_s, memory_bytes=memory_bytes)
+                print(f"{name} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: {time_s * 1e3:.1f} ms, "
+                      f"{memory_bytes / 1e9:.2f} GB", flush=True)  # fmt: skip
             del trained
-    small = [point for point in points if point.micro_batches > 1 and point.key not in found]
-    if small and time.monotonic() < deadline:
-        models: dict[str, Trained] = {}
-        visits: dict[Point, list[tuple[float, int]]] = {point: [] for point in small}
-        for number in range(ROUNDS):
-            for point, times in visits.items():
-                if not number and point.model not in models:  # beside those before it, whose memory is known
-                    models[point.model] = Trained(point.model, device_kind)
-                if time.monotonic() < deadline:
-                    times.append(models[point.model].measure(point))
-        for point, times in visits.items():
-            models[point.model].keep(point, times, found)
+
+
+class SameSamples:
+    """Samples drawn once, the same in every step: drawing them is no part of training."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._kept = source, dict[tuple[int, int, int], Sample]()
+
+    def sample(self, iteration: int, sample: int, length: int, dec_length: int) -> Sample:
+        key = sample, length, dec_length
+        if key not in self._kept:
+            self._kept[key] = self._source.sample(0, *key)
+        return self._kept[key]
 
 
 class Trained:
-    """A model on the device, whose steps are measured."""
+    """A rank with a whole model, whose steps are measured."""
 
     def __init__(self, name: str, device_kind: str) -> None:
-        import torch
+        from training_jobs import RandomSource, rank_of
 
-        from penstock.models.modules import build_chain
-        from penstock.profiling.measure import hold_gradients
-        from penstock.runtime.optimizing.optimizer import make_adamw
+        from penstock.runtime.settings import TrainingSettings
+        from penstock.runtime.transport.allocator import use_expandable_segments
+        from penstock.runtime.transport.world import ProcessGroups
 
-        self.model, self.device = resolve_model(name), torch.device(device_kind)
         self.on_gpu = device_kind == "cuda"
+        gc.collect()  # a rank and its stages know each other
         if self.on_gpu:
+            use_expandable_segments()  # as every rank of `penstock train` does
             torch.cuda.empty_cache()
-        self.others_bytes = torch.cuda.memory_allocated() if self.on_gpu else 0
-        self.chain = build_chain(self.model, device=self.device)
-        self.optimizer = make_adamw(self.chain.parameters())
-        hold_gradients(self.optimizer.parameters)
-
-    def batch(self, point: Point) -> Batch:
-        """Random inputs."""
-        import torch
-
-        from penstock.models.modules import Batch, random_batch
-
-        config = self.model.config
-        if not self.model.seq_length:
-            count, size = len(point.lengths), config["image_size"]
-            images = torch.randn(count, 3, size, size, device=self.device)
-            targets = torch.randint(0, config["num_classes"], (count,), device=self.device)
-            return Batch(images=images, targets=targets, weights=torch.full((count,), 1 / count, device=self.device))
-        return random_batch(
-            point.lengths, config["vocab"], dec_lengths=point.dec_lengths, layout=point.layout, row_length=point.row_length,
-            dec_row_length=point.dec_row_length, types=config.get("types", 0), next_sentence=bool(config.get("next_sentence")),
-            device=self.device,
-        )  # fmt: skip
+        plan = plan_of(name, "padded")
+        self.model, self.number = model_of(plan), 0
+        self.source = SameSamples(RandomSource(self.model))
+        self.rank = rank_of(plan, ProcessGroups(device_kind), TrainingSettings(clip_norm=1.0), self.source)
+        longest = 8 if self.model.seq_length else 0
+        self._steps_s(Point(name, "padded", "none", (longest,), longest, (8,) if self.model.dec_length else (), 8), 1)
+        self.state_bytes = torch.cuda.memory_allocated() if self.on_gpu else 0
 
     def measure(self, point: Point) -> tuple[float, int]:
-        """(seconds, peak bytes) of a step, the shortest of three or four after others: what else a machine does only slows it."""
-        import torch
-
-        from penstock.models.modules import run_backward
-        from penstock.profiling.run import WARMUP_S
-        from penstock.runtime.optimizing.optimizer import squared_norms
-
-        batch, flags = self.batch(point), recomputed(self.model, point.recompute)
-        wait = torch.cuda.synchronize if self.on_gpu else lambda: None
-
-        def step_s() -> float:
-            wait()
-            start = time.perf_counter()
-            for _ in range(point.micro_batches):
-                run_backward([self.chain(batch, recompute=flags)["loss"]])
-            self.optimizer.step(squared_norms([p.grad for p in self.optimizer.parameters]).sum().sqrt().float().clamp(max=1.0))
-            self.optimizer.zero_grad()
-            wait()
-            return time.perf_counter() - start
-
-        began, others = time.perf_counter(), 0
-        while others < 2 or (self.on_gpu and time.perf_counter() - began < WARMUP_S):
-            step_s()
-            others += 1
+        """Seconds of a step, the mean of some after others that find kernels, record passes and bring clocks to those of lasting load, and
+        the peak of memory in the first one, which records nothing."""
+        plan = plan_of(point.model, point.layout)
+        self.rank.share_out(plan)
+        others_bytes = torch.cuda.memory_allocated() - self.state_bytes if self.on_gpu else 0
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        times_s = [step_s() for _ in range(3 if point.micro_batches == 1 else 4)]
-        return min(times_s), torch.cuda.max_memory_allocated() if self.on_gpu else 0
+        one_s = self._steps_s(point, 1)
+        peak_bytes = torch.cuda.max_memory_allocated() - others_bytes if self.on_gpu else 0
+        passes = 1 if FewShapes.of(self.model.ops, plan, plan.stages[0]).keeps_busy(point.shape) else 6
+        self._steps_s(point, max(-(-passes // point.micro_batches), round(WARM_UP_S / one_s) if self.on_gpu else 0))
+        return self._steps_s(point, STEPS), peak_bytes
 
-    def keep(self, point: Point, measured: Sequence[tuple[float, int]], found: Lines) -> None:
-        """Writes a point down, if it was measured."""
-        if not measured:
-            return
-        time_s, memory_bytes = min(one for one, _ in measured), measured[0][1] - self.others_bytes
-        found.add(point.key, time_s=time_s, memory_bytes=memory_bytes, times_s=[one for one, _ in measured])
-        print(f"{point.model} {point.layout} {point.recompute} {point.shape.tokens or point.shape.samples}: {time_s * 1e3:.1f} ms, "
-              f"{memory_bytes / 1e9:.2f} GB", flush=True)  # fmt: skip
+    def _steps_s(self, point: Point, count: int) -> float:
+        """Mean time of some steps one after the other, as a run takes them: the host brings samples of the next one before it waits."""
+        micros = tuple(point.micro_batch(at) for at in range(point.micro_batches))
+        schedule = (tuple(Action(0, kind, micro.index) for micro in micros for kind in (FORWARD, BACKWARD)),)
+        work = ReplicaWork(micros, schedule, ((RECOMPUTE.index(point.recompute),),) * len(micros))
+        programs = [lower(self.rank.plan, self.model, (work,), self.number + number)[0] for number in range(count)]
+        self.number += count
+        wait = torch.cuda.synchronize if self.on_gpu else lambda: None
+        self.rank.prepare(programs[0], self.source)
+        wait()
+        start = time.perf_counter()
+        for number, program in enumerate(programs):
+            self.rank.train(program)
+            if number + 1 < count:
+                self.rank.prepare(programs[number + 1], self.source)
+            wait()
+        return (time.perf_counter() - start) / count
 
 
 def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]]:
@@ -242,12 +252,18 @@ def predict(points: list[Point], source: CostSource) -> list[tuple[float, float]
     cluster = resolve_cluster(f"1x{device}")
     predictions = []
     for point in points:
-        model, flags = resolve_model(point.model), recomputed(resolve_model(point.model), point.recompute)
-        table = source.table(model, [point.shape], [1], cluster)
-        passes = stage_passes(table, OpSlice(model, 0, model.num_ops, device, recompute=flags), point.shape)
+        plan = plan_of(point.model, point.layout)
+        model, flags = model_of(plan), recomputed(model_of(plan), point.recompute)
+        shape, recorded = point.shape, is_recorded(plan, plan.stages[0], model, ragged=bool(model.seq_length))
+        few = FewShapes.of(model.ops, plan, plan.stages[0])
+        recorded = recorded and not few.keeps_busy(shape)
+        if recorded:
+            shape = replace(shape, tokens=few.num_tokens(shape)) if point.layout == "packed" else few.brought(point.micro_batch()).shape()
+        table = source.table(model, [shape], [1], cluster)
+        passes = stage_passes(table, OpSlice(model, 0, model.num_ops, device, recompute=flags, recorded=recorded), shape)
         step_s = source.optimizer_s(model.num_parameters, device, model.dtype, num_tensors=len(model.ops), gradients="fp32")
         memory = stage_memory(
-            model, 0, model.num_ops, point.shape, recompute=flags, slack=0, context_bytes=0, gradients="fp32",
+            model, 0, model.num_ops, shape, recompute=flags, slack=0, context_bytes=0, gradients="fp32",
             **source.memory_of(device, model.dtype)._asdict(),
         )  # fmt: skip
         predictions.append((point.micro_batches * passes.total_s + step_s, memory.total_bytes))
@@ -326,8 +342,6 @@ def main() -> None:
 
 
 def _sees_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 

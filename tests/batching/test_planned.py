@@ -168,7 +168,7 @@ def test_rows_take_as_long_as_those_of_the_recording_that_they_are_padded_on_for
         micro = MicroBatch(0, (0, 1, 2, 3), "padded", (9,) * 4, (), row_length)
         return (batch_durations_s(costs_for(plan, 136), [micro], 0) or [[[]]])[0][0]
 
-    assert recorded_length(120, has_decoder=False) == 120 and recorded_length(130, has_decoder=False) == 144
+    assert recorded_length(120, 3) == 120 and recorded_length(130, 3) == 144
     assert times_s(plan, 120) < times_s(plan, 130) == times_s(plan, 136)  # never longer than the plan's own
     dynamic = dataclasses.replace(plan, micro_batching=MicroBatching("padded", "dynamic"))
     assert times_s(dynamic, 130) < times_s(dynamic, 136)  # played by none

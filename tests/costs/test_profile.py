@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.costs.profile import (
@@ -41,7 +42,7 @@ def device(size: float = 256.0, **more: Any) -> DeviceProfile:
 def whole() -> Profile:
     return Profile({
         "h200-141gb": device(
-            optimizer=[OptimizerPoint("bf16", 1e8, 10, 0.5, 0.25)], links=[LinkPoint("all_reduce", 2, 1, 1024, 1e-5)],
+            optimizer=[OptimizerPoint("bf16", 1e8, 10, 0.5)], links=[LinkPoint("all_reduce", 2, 1, 1024, 1e-5)],
             whole={"linear {}": WholeFactors(1.5, 0.5, 1e-4)}, base_bytes=2.0**26, held_out=[("gpt size 512", -0.0125)],
             out_of_memory=["gpt Shape(…)"], done=["gpt sizes tp1"]),
     })  # fmt: skip
@@ -169,5 +170,12 @@ def test_what_was_measured_beside_loads_is_kept_and_merged(tmp_path: Path) -> No
 
 def test_rounds_of_comparisons_count_alike_on_the_device_and_the_calmest_for_the_host() -> None:
     first, second, third = WholeFactors(1.0, 1.5, 2e-6), WholeFactors(1.2, 1.1, 1e-6), WholeFactors(1.7, 1.3, 3e-6)
+    first, second = replace(first, mark_s=3e-6), replace(second, mark_s=6e-6)
     found = first.joined(second, 1).joined(third, 2)
-    assert found.device == pytest.approx(1.3) and (found.host, found.recompute_host_s) == (1.1, 1e-6)
+    assert (found.device, found.mark_s) == pytest.approx((1.3, 3e-6)) and (found.host, found.recompute_host_s) == (1.1, 1e-6)
+
+
+def test_a_mark_is_no_part_of_an_op() -> None:
+    """A pass is never all mark."""
+    factors = WholeFactors(device=1.1, mark_s=3e-6)
+    assert factors.of_device(np.array([13e-6, 4e-6, 3e-6])) == pytest.approx([11e-6, 1.1e-6, 0.66e-6])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import pytest
@@ -165,6 +166,46 @@ def test_host_times_of_ops_add_up_to_those_of_the_whole() -> None:
     scarce = _without_marks(marked, (15.0, 200.0))  # an op that took hardly longer than its mark keeps a part; a slower whole counts too
     assert sum(one[2] for one in scarce) == pytest.approx(15.0) and all(one[2] > 0 for one in scarce)
     assert sum(one[3] for one in scarce) == pytest.approx(200.0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_passes_that_training_plays_are_timed_with_the_kernels_that_it_plays(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device: its host issues those that run one by one."""
+    model, seen = resolve_model("gpt-tiny").shortened(1), list[bool]()
+    chain, batch = build_chain(model), small_batch(model)
+    plain = chain.ops[2].forward
+
+    def forward(carry: Any, batch: Any) -> Any:
+        seen.append(batch.at_once)
+        time.sleep(SLEEP_S * batch.at_once)
+        return plain(carry, batch)
+
+    monkeypatch.setattr(chain.ops[2], "forward", forward)
+    monkeypatch.setattr("penstock.profiling.measure.times_for", lambda device: _Gpu())
+    monkeypatch.setattr("penstock.profiling.measure._books", lambda once: [(0.0, 0.0, 0.0)] * len(chain.ops))
+    found = measure_ops(list(chain.ops), model.ops, batch, [], warmups=1, repeats=2, at_once=at_once)
+    op = next(one for one in found if one.signature == model.ops[2].op.signature)
+    assert set(seen) == {False, at_once} and seen[-1] is False
+    assert op.forward_s == 1.0 and op.forward_host_s < 0.5 * sum(one.forward_host_s for one in found)
+
+
+class _Gpu:
+    """A device on which everything takes a second."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def finish(self) -> None:
+        """Nothing is outstanding."""
+
+    def between(self, first: float, second: float) -> float:
+        return 1.0
+
+    def host_between(self, first: float, second: float) -> float:
+        return second - first
+
+    def get_ahead(self, seconds: float) -> None:
+        """Nobody waits for it."""
 
 
 def test_a_shortened_model_has_the_same_distinct_ops() -> None:

@@ -18,9 +18,9 @@ from penstock.costs.profiled import Profiled
 from penstock.errors import InputError
 from penstock.models import Shape, resolve_model
 from penstock.profiling import run as profiling
-from penstock.profiling.grid import GridLimits
-from penstock.profiling.measure import OpMeasure
-from penstock.profiling.run import Profiler
+from penstock.profiling.grid import GridLimits, Lengths
+from penstock.profiling.measure import OpMeasure, random_model_batch
+from penstock.profiling.run import AGAIN_S, RESTED_S, WARMUP_S, Profiler
 from penstock.profiling.units import Unit
 from penstock.profiling.whole import ROUNDS, WholeChain
 
@@ -349,3 +349,28 @@ def test_rounds_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     profiler.run([Unit(GPT, f"whole {number}", 1) for number in (1, 2, 3)], progress=lambda name: None)
     (factors,) = {profiler.here.whole[op.signature] for op in GPT.distinct_ops}
     assert factors == WholeFactors(pytest.approx(1.2), 0.5, 1e-4)
+
+
+def test_small_passes_of_our_own_models_are_measured_as_training_plays_them(tmp_path: Path) -> None:
+    """On a GPU, and not as shards, which are never recorded."""
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    small, large = (random_model_batch(GPT, Lengths(rows, 64), torch.device("cpu")) for rows in (1, 2))
+    busy = resolve_model("gpt-1.3b")
+    assert not profiler._is_recorded(Unit(GPT, "sizes", 1), small)
+    profiler.device = torch.device("cuda")
+    assert profiler._is_recorded(Unit(GPT, "sizes", 1), small) and not profiler._is_recorded(Unit(GPT, "sizes", 2), small)
+    assert profiler._is_recorded(Unit(busy, "sizes", 1), large)
+    assert not profiler._is_recorded(Unit(busy, "sizes", 1), random_model_batch(GPT, Lengths(80, 64), torch.device("cpu")))
+
+
+def test_a_gpu_that_worked_until_now_is_loaded_for_less_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("penstock.profiling.run.time.monotonic", lambda: now[0])
+    profiler = Profiler.open(tmp_path / "profile.json", "cpu")
+    assert profiler._loaded_s == 0.0
+    profiler.device = torch.device("cuda")
+    assert profiler._loaded_s == WARMUP_S
+    profiler._busy_until_s = 100.0
+    assert profiler._loaded_s == AGAIN_S < WARMUP_S
+    now[0] += RESTED_S
+    assert profiler._loaded_s == WARMUP_S

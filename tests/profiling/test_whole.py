@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -24,7 +25,7 @@ GPT = resolve_model("gpt-tiny")
 def chain_of(passes_s: Any, monkeypatch: pytest.MonkeyPatch) -> WholeChain:
     """One whose passes take what is said, and whose parts 2 s on the device and 0.5 s on the host."""
     monkeypatch.setattr(WholeChain, "_passes_s", lambda _, batch, recompute, count=4: passes_s(batch, recompute, count))
-    monkeypatch.setattr(WholeChain, "_sum_of_parts", lambda _, shape, names: 0.5 if names is HOST_COLUMNS else 2.0)
+    monkeypatch.setattr(WholeChain, "_sum_of_parts", lambda _, shape, names, mark_s=0.0: 0.5 if names is HOST_COLUMNS else 2.0)
     return WholeChain(GPT, build_chain(GPT), DeviceCosts(DeviceProfile({})), CPU, 0.5)
 
 
@@ -47,47 +48,61 @@ def test_the_calmest_moment_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_each_round_has_shapes_of_its_own_which_run_until_clocks_are_those_of_lasting_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short one pass is; those passes do not count."""
-    now, times = [0.0], iter(range(1, 1000))
+    """However short one pass is; those passes do not count, and as many as they were do."""
+    now, shapes = [0.0], list[Any]()
     monkeypatch.setattr("penstock.profiling.whole.time.perf_counter", lambda: now[0])
-    timed: list[tuple[Any, float]] = []
-    loading: list[Any] = []
 
     def passes_s(batch: Any, recompute: Any, count: int) -> float:
-        now[0] += 0.15
-        if count == 1:
-            loading.append(batch.shape)
-            return 1e9
-        timed.append((batch.shape, float(next(times))))
-        return timed[-1][1]
+        shapes.append(batch.shape)
+        found = len(set(shapes))
+        now[0] += 9.0 if shapes.count(batch.shape) == 1 else 0.15 * found
+        return 1e9
 
     chain = chain_of(passes_s, monkeypatch)
     for number in range(1, ROUNDS + 1):
-        known = len(timed)
-        found = chain._device_factor(number, 1.0)
-        assert found == pytest.approx(statistics.geometric_mean([took_s / 2.0 for _, took_s in timed[known:]]))
-    shapes = [shape for shape, _ in timed]
-    assert loading == [shape for shape in shapes for _ in range(4)]
-    assert len(set(shapes)) == len(shapes) == 4 * ROUNDS and {shape.layout for shape in shapes} == {"padded", "packed"}
+        known = len(set(shapes))
+        wanted = [0.15 * (known + found) / 2.0 for found in range(1, 5)]
+        assert chain._device_factor(number, 0.0) == pytest.approx(statistics.geometric_mean(wanted))
+    runs = [shapes.count(shape) for shape in dict.fromkeys(shapes)]
+    assert runs == [1 + 2 * math.ceil(0.5 / (0.15 * found) - 1e-9) for found in range(1, len(runs) + 1)]
+    assert len(runs) == 4 * ROUNDS and {shape.layout for shape in shapes} == {"padded", "packed"}
 
 
 def test_work_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("penstock.profiling.whole.time.perf_counter", lambda: now[0])
+
     def passes_s(batch: Any, recompute: Any, count: int) -> float:
         if batch.shape.tokens > 8_000:
             raise torch.OutOfMemoryError
+        now[0] += 3.0
         return 3.0
 
     chain = chain_of(passes_s, monkeypatch)
-    assert [chain._device_factor(number, 1.0) for number in (1, 2, 3)] == pytest.approx([1.5, 1.0, 1.0])
+    with pytest.warns(UserWarning, match="not compared"):
+        assert [chain._device_factor(number, 0.0) for number in (1, 2, 3)] == pytest.approx([1.5, 1.0, 1.0])
 
 
-def test_work_that_waits_for_its_host_says_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes of less than 10,000 tokens take as long as the host, which needs 1.7 s where the device needs 2."""
-    chain = chain_of(lambda batch, recompute, count: 4.0 if batch.shape.tokens < 10_000 else 3.0, monkeypatch)
-    host_s = {HOST_COLUMNS: lambda shape: 0.85 if shape.tokens < 10_000 else 0.5}
-    monkeypatch.setattr(WholeChain, "_sum_of_parts", lambda _, shape, names: host_s.get(names, lambda shape: 2.0)(shape))
-    assert chain._device_factor(1, 2.0) == pytest.approx(1.5)
-    assert chain._device_factor(1, 1.0) == pytest.approx((4.0 * 3.0) ** 0.5 / 2.0)
+def test_a_mark_takes_what_small_work_lacks_where_it_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 2 s, played in 1.5 and 1.7 s, of so many forward and backward passes; such work runs the kernels that training plays."""
+    made = list[tuple[int, bool]]()
+
+    def lasting_s(self: WholeChain, batch: Any) -> float | None:
+        made.append((batch.shape.tokens, batch.at_once))
+        return {2: 1.5, 8: 1.7}[batch.shape.samples]
+
+    chain = chain_of(lambda batch, recompute, count: 0.0, monkeypatch)
+    monkeypatch.setattr(WholeChain, "_lasting_s", lasting_s)
+    monkeypatch.setattr("penstock.profiling.whole.random_model_batch", lambda model, lengths, _: random_model_batch(model, lengths, CPU))
+    on_gpu = WholeChain(GPT, chain.chain, chain.costs, torch.device("cuda"), 0.5)
+    assert on_gpu._mark_s() == pytest.approx((0.5 + 0.3) / 2 / (2 * GPT.num_ops))
+    assert made == [(2 * min(96, GPT.seq_length), True), (8 * min(96, GPT.seq_length), True)]
+    monkeypatch.setattr(WholeChain, "_lasting_s", lambda self, batch: None)
+    assert on_gpu._mark_s() == 0.0
+
+
+def test_a_processor_has_no_marks_that_take_time() -> None:
+    assert WholeChain(GPT, build_chain(GPT), DeviceCosts(DeviceProfile({})), CPU, 0.5)._mark_s() == 0.0
 
 
 def test_real_passes_take_time() -> None:

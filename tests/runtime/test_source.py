@@ -15,6 +15,7 @@ from training_jobs import RandomSource
 from penstock.data.samples import Sample
 from penstock.models.catalog import model_from_mapping
 from penstock.models.micro_batch import MicroBatch
+from penstock.models.modules import build_chain
 from penstock.programs.instructions import Program
 from penstock.runtime.source import load_share
 
@@ -50,6 +51,29 @@ def test_padded_rows_end_in_nothing_that_counts() -> None:
     assert batch.own is not None and batch.weights is not None
     assert batch.own.ids.view(2, 4).tolist() == [[100, 101, 0, 0], [200, 201, 202, 0]]
     assert batch.weights.view(2, 4).tolist() == [[0.0, 0.5, 0.0, 0.0], [0.0, 0.5, 0.0, 0.0]]
+
+
+def test_filler_lies_behind_packed_samples_and_counts_for_nothing() -> None:
+    """No piece of it is longer than a sample, so that no model has too few positions for it."""
+    micro = MicroBatch(0, (1, 2), "packed", (2, 3), row_length=12, counted=(1, 1))
+    batch = load_share(Counting(), program_of(micro), micro, (0, 2), ALL, CPU, 0)
+    assert batch.own is not None and batch.labels is not None and batch.weights is not None
+    assert batch.own.ids.tolist() == [100, 101, 200, 201, 202] + 7 * [0] and batch.own.lengths == (2, 3, 3, 3, 1, 0, 0, 0)
+    assert batch.own.positions.tolist() == [0, 1, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+    assert batch.weights.tolist() == [0.0, 0.5, 0.0, 0.5, 0.0] + 7 * [0.0] and len(batch.labels) == 12
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama", "bert"])
+def test_filler_changes_neither_loss_nor_gradients(family: str) -> None:
+    model = small_model(family)
+    micro = MicroBatch(0, (0, 1, 2), "packed", (5, 2, 7))
+    found = []
+    for tokens in (0, 24):
+        chain = build_chain(model)
+        batch = load_share(RandomSource(model), program_of(micro), msgspec.structs.replace(micro, row_length=tokens), (0, 3), ALL, CPU, 0)
+        chain(batch)["loss"].backward()
+        found.append([chain(batch)["loss"].detach(), *(own.grad for own in chain.parameters())])
+    assert all(torch.allclose(plain, filled, rtol=1e-5, atol=1e-7) for plain, filled in zip(*found, strict=True))
 
 
 def test_samples_that_share_a_row() -> None:

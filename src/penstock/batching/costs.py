@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import InputError
 from penstock.models.shapes import Layout
+from penstock.timing.recorded import FewShapes
 
 if TYPE_CHECKING:
     from penstock.batching.kernels import Tables
@@ -107,8 +108,8 @@ class PipelineCosts:
     """Most token positions of a micro-batch, padding included."""
     max_length: int = 2**31
     """Most token positions of a sample that the model takes."""
-    recorded_up_to: tuple[int, int] | None = None
-    """Row lengths of both sides up to which rows are padded on, to one of few lengths, where passes are played from recordings."""
+    few_shapes: FewShapes | None = None
+    """What micro-batches are brought to where their passes are played from recordings."""
     chunks: ChunkCosts | None = None
     """What the chunks of the groups cost one by one, where there are several on each."""
 

@@ -24,7 +24,7 @@ from penstock.timing.estimate import Estimator
 from penstock.timing.messages import cut_times_s, slowdown, tp_group_of
 from penstock.timing.pass_times import OpSlice, pass_grid_s
 from penstock.timing.pipeline import dp_shares
-from penstock.timing.recorded import is_recorded
+from penstock.timing.recorded import FewShapes, is_recorded
 
 if TYPE_CHECKING:
     from penstock.clusters import Cluster, Device
@@ -121,14 +121,16 @@ class _StageGrids:
             round_to=8, has_decoder=bool(self.model.dec_length), fixed_s=estimate.time_s - estimate.pipeline_s,
             max_length=min((op.config["max_positions"] for op in self.model.distinct_ops if op.config.get("max_positions")), default=2**31),
             max_samples=_cap(plan, plan.micro_batching.samples, 2**31), max_tokens=_cap(plan, plan.micro_batching.max_tokens, 2**40),
-            recorded_up_to=(plan.seq_length, plan.dec_length) if self._is_recorded() else None,
+            few_shapes=self._few_shapes(),
         )  # fmt: skip
 
-    def _is_recorded(self) -> bool:
-        """Whether passes of all stages are played from recordings, which GPUs have."""
-        plan = self.plan
+    def _few_shapes(self) -> FewShapes | None:
+        """What micro-batches are brought to where passes of all stages are played from recordings, which GPUs have; of samples of many
+        lengths there is one stage."""
+        plan, stage = self.plan, self.plan.stages[0]
         on_gpus = "cpu" not in {self.cluster.device(rank).name for rank in plan.ranks}
-        return on_gpus and all(is_recorded(plan, stage, self.model, ragged=bool(self.model.seq_length)) for stage in plan.stages)
+        recorded = all(is_recorded(plan, stage, self.model, ragged=bool(self.model.seq_length)) for stage in plan.stages)
+        return FewShapes.of(self.model.ops, plan, stage) if on_gpus and recorded else None
 
     def _key(self, stage: Stage, replica: int) -> object:
         """What the costs of a stage depend on: its ops, degrees, patterns, and the kinds and links of its devices."""

@@ -10,7 +10,7 @@ from penstock.batching.costs import QUANTITIES, PipelineCosts
 from penstock.batching.plan import BatchPlan
 from penstock.errors import InputError, plural
 from penstock.models.micro_batch import MicroBatch
-from penstock.timing.recorded import recorded_rows
+from penstock.timing.recorded import FewShapes
 from penstock.timing.workload import Floats, Workload, workload_of
 
 __all__ = ["batch_durations_s", "batch_workload", "is_priced", "require_priced"]
@@ -69,17 +69,18 @@ def _chosen(costs: PipelineCosts, micro_batches: Sequence[MicroBatch], replica: 
     found = np.zeros((len(classes), len(micro_batches), len(QUANTITIES)))
     for layout in dict.fromkeys(batch.layout for batch in micro_batches):
         own = [number for number, batch in enumerate(micro_batches) if batch.layout == layout]
-        points = np.array([_point(micro_batches[number], costs.recorded_up_to) for number in own], dtype=np.float64)
+        points = np.array([_point(micro_batches[number], costs.few_shapes) for number in own], dtype=np.float64)
         modes = np.array([micro_batches[number].recompute or (0,) * len(classes) for number in own])
         values = costs.of_layout(layout).at(*points.T)  # [micro-batches, C, M, quantities]
         found[:, own] = np.moveaxis(values[np.arange(len(own))[:, None], classes, modes], 1, 0)
     return found
 
 
-def _point(batch: MicroBatch, recorded_up_to: tuple[int, int] | None) -> tuple[float, float, float]:
-    """Where a micro-batch is on the grid of its layout."""
+def _point(batch: MicroBatch, few_shapes: FewShapes | None) -> tuple[float, float, float]:
+    """Where a micro-batch, as it is run, is on the grid of its layout."""
     if batch.layout == "padded":
-        rows = batch.row_length, batch.dec_row_length
-        return batch.num_rows, *(rows if recorded_up_to is None or batch.row_sizes else recorded_rows(*rows, recorded_up_to))
+        run = batch if few_shapes is None else few_shapes.brought(batch)
+        return run.num_rows, run.row_length, run.dec_row_length
     shape = batch.shape()
-    return shape.tokens, shape.squares / max(shape.tokens, 1), 0
+    tokens = shape.tokens if few_shapes is None else few_shapes.num_tokens(shape)
+    return tokens, shape.squares / max(tokens, 1), 0

@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from penstock.costs.table import Floats
 from penstock.errors import InputError, shell_words
 from penstock.files import MAX_TEXT_BYTES, decoded, parsed_json, readable_bytes, short_repr, write_bytes
 from penstock.models.ops import Op
 from penstock.models.shapes import Shape
 
 __all__ = [
-    "HOST_COLUMNS", "BesidePoint", "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
+    "DEVICE_COLUMNS", "HOST_COLUMNS", "BesidePoint", "DeviceProfile", "LinkPoint", "OptimizerPoint", "Profile", "Series", "SeriesKey",
     "WholeFactors", "coordinates", "read_profile", "series_key",
 ]  # fmt: skip
 
@@ -33,7 +36,10 @@ allocated when the op's pass began: after its forward pass (`growth`, what it ke
 the fullest moment of either pass."""
 
 
+DEVICE_COLUMNS = ("forward_s", "backward_s")
 HOST_COLUMNS = ("forward_host_s", "backward_host_s")
+_LEAST_LEFT = 0.2
+"""Of a measured time, however much of it is a mark's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,6 @@ class OptimizerPoint:
     num_tensors: float
     """Ops whose weights were updated, as plans count them."""
     time_s: float
-    host_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -139,12 +144,19 @@ class WholeFactors:
     """Of small work at the host's own pace."""
     recompute_host_s: float = 0.0
     """What recomputing one op costs the host, its second forward pass included."""
+    mark_s: float = 0.0
+    """What marks add to an op's pass on the device, seen by small work that is played from a recording, where there are none."""
 
     def joined(self, another: WholeFactors, count: int) -> WholeFactors:
         """What `count` comparisons gave, which this is, and another one: the mean for the device, and for the host the calmer of both,
         since whatever else a machine has to do only slows its host."""
         calmer = min(self, another, key=lambda factors: factors.host)
-        return replace(calmer, device=(count * self.device + another.device) / (count + 1))
+        device, mark_s = ((count * getattr(self, name) + getattr(another, name)) / (count + 1) for name in ("device", "mark_s"))
+        return replace(calmer, device=device, mark_s=mark_s)
+
+    def of_device(self, measured_s: Floats) -> Floats:
+        """What an op's pass takes on the device in a whole chain, given what was measured between marks."""
+        return self.device * np.maximum(measured_s - self.mark_s, _LEAST_LEFT * measured_s)
 
 
 @dataclass
@@ -270,8 +282,9 @@ def _of_fields(kind: type[Any], row: dict[str, Any]) -> Any:
 
 def _decode(data: dict[str, Any]) -> DeviceProfile:
     series: Iterable[Series] = map(_series, data["series"])
+    optimizer = [{name: value for name, value in row.items() if name != "host_s"} for row in data["optimizer"]]  # which they once had
     return DeviceProfile(
-        about=dict(data["about"]), series={s.key: s for s in series}, optimizer=[_of_fields(OptimizerPoint, p) for p in data["optimizer"]],
+        about=dict(data["about"]), series={s.key: s for s in series}, optimizer=[_of_fields(OptimizerPoint, row) for row in optimizer],
         links=[_of_fields(LinkPoint, p) for p in data["links"]], base_bytes=_number(data["base_bytes"], "base_bytes"),
         whole={signature: _of_fields(WholeFactors, factors) for signature, factors in data["whole"].items()},
         held_out=[(str(what), float(error)) for what, error in data["held_out"]], out_of_memory=list(data["out_of_memory"]),

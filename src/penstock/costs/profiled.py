@@ -54,11 +54,12 @@ class DeviceCosts:
             where[:, 0] /= tp if op.sequence == "rows" else 1
             factors = self.profile.whole.get(op.signature, WholeFactors())
             for name in names:
-                timed = name.endswith("_s")
                 if name in HOST_COLUMNS:
                     result[name][which] = factors.host * curves.host_s(name, where[:, 0])
-                else:
-                    result[name][which] = curves(name, where[:, 0], where[:, 1], log=timed) * (factors.device if timed else 1.0)
+                    continue
+                timed = name.endswith("_s")
+                values = curves(name, where[:, 0], where[:, 1], log=timed)
+                result[name][which] = factors.of_device(values) if timed else values
         return result
 
     def bytes_of(self, dtype: str) -> OpBytesSource:
@@ -75,23 +76,25 @@ class DeviceCosts:
         return OpPeaks(formula.kept, float(found["forward_peak_bytes"][0]), float(found["backward_peak_bytes"][0]))
 
     @cached_property
-    def optimizer_rates(self) -> dict[str, tuple[tuple[float, float], tuple[float, float]]]:
-        """dtype → (seconds per weight, seconds per tensor) of an optimizer step, on the device and on the host."""
+    def optimizer_rates(self) -> dict[str, tuple[float, float]]:
+        """dtype → (seconds per weight, seconds per tensor) of an optimizer step."""
         rates = {}
         for dtype in {point.dtype for point in self.profile.optimizer}:
             points = [p for p in self.profile.optimizer if p.dtype == dtype]
-            parameters, tensors, device_s, host_s = (np.array([getattr(p, name) for p in points]) for name in (
-                "num_parameters", "num_tensors", "time_s", "host_s"))  # fmt: skip
-            host = fit_optimizer(parameters, tensors, host_s) if host_s.all() else (0.0, 0.0)
-            rates[dtype] = fit_optimizer(parameters, tensors, device_s), host
+            parameters, tensors, times_s = (np.array([getattr(p, name) for p in points]) for name in (
+                "num_parameters", "num_tensors", "time_s"))  # fmt: skip
+            rates[dtype] = fit_optimizer(parameters, tensors, times_s)
         return rates
 
-    def optimizer_s(self, num_parameters: float, num_tensors: float, dtype: str) -> tuple[float, float] | None:
-        """(device, host) time of an optimizer step, or None where none was measured."""
+    def optimizer_s(self, num_parameters: float, num_tensors: float, dtype: str) -> float | None:
+        """Time of an optimizer step, or None where none was measured.
+
+        It is the device's: while that ends the last backward pass, its host has issued the step.
+        """
         if dtype not in self.optimizer_rates:
             return None
-        device, host = ((a * num_parameters + b * num_tensors) for a, b in self.optimizer_rates[dtype])
-        return device, host
+        per_parameter, per_tensor = self.optimizer_rates[dtype]
+        return per_parameter * num_parameters + per_tensor * num_tensors
 
 
 class Profiled:
@@ -172,7 +175,7 @@ class Profiled:
         self, num_parameters: float, device: str, precision: str = "bf16", optimizer: str = "adamw", num_tensors: int = 0,
         gradients: str = "",
     ) -> float:  # fmt: skip
-        """From measured steps, which are AdamW's, as long as the slower of device and host; the roofline's otherwise.
+        """From measured steps, which are AdamW's; the roofline's otherwise.
 
         They were measured with gradients in fp32. A step only moves bytes: with narrower ones the device is done sooner in proportion.
         """
@@ -180,4 +183,4 @@ class Profiled:
         if measured is None:
             return self._roofline.optimizer_s(num_parameters, device, precision, optimizer, gradients=gradients)
         moved, measured_moved = (sum(bytes_per_parameter(precision, optimizer, dtype)) for dtype in (gradients, "fp32"))
-        return max(measured[0] * moved / measured_moved, measured[1])
+        return measured * moved / measured_moved

@@ -18,6 +18,8 @@ __all__ = ["Stream", "activation", "attention", "embedding", "linear", "logits",
 
 LOSS_CHUNK_ELEMENTS = 2**23
 """The loss works through the logits in fp32 pieces of this many elements."""
+RAGGED_WIDTHS = (16, 32, 64, 128)
+"""Widths of a head that our own kernels for attention of packed samples are made for."""
 
 
 class Stream:

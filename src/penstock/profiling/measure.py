@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from penstock.models.modules import TORCH_DTYPES, Batch, Carry, OpModule, random
 from penstock.models.ops import Model, PlacedOp, TensorSpec
 from penstock.models.shapes import Shape
 from penstock.profiling.grid import Lengths
-from penstock.profiling.marks import CudaBytes, Marks, times_for
+from penstock.profiling.marks import CpuTimes, CudaBytes, Marks, times_for
 
 __all__ = ["OpMeasure", "Passed", "Run", "hold_gradients", "measure_ops", "random_carry", "random_model_batch"]
 
@@ -148,38 +148,51 @@ def measure_ops(
     warmup_s: float = 0.0,
     repeats: int,
     run: Run | None = None,
+    at_once: bool = False,
 ) -> list[OpMeasure]:
     """Runs the ops a few times and returns the medians of each distinct op over its copies and the repeats; `run` runs them, where they
     have no passes of their own.
 
     Work that keeps the device busy is first run for `warmup_s`, however short one pass of it is: clocks under lasting load are lower than
-    in a burst, and sizes that are measured at other clocks than their neighbours look better than they are.
+    in a burst, and sizes that are measured at other clocks than their neighbours look better than they are. `at_once`: training plays such
+    passes from recordings; the device's times are those of the kernels that it then runs, the host's those of issuing them one by one.
     """
     device = next((p.device for op in ops for p in op.parameters()), torch.device("cpu"))
     dtype = next((p.dtype for op in ops for p in op.parameters()), torch.float32)
     hold_gradients(parameter for op in ops for parameter in op.parameters())
+    recorded = replace(batch, at_once=True) if at_once else batch
 
-    def once(marks: Marks, whole: bool = False) -> Passed:
+    def once(marks: Marks, whole: bool = False, batch: Batch = batch) -> Passed:
         return (run or partial(_run, ops))(random_carry(inputs, batch.shape, tp, device, dtype), batch, marks, whole)
 
     clock = times_for(device)
-    took_s, issued_s = _warm_up(partial(once, clock), clock, warmups, warmup_s)
+    took_s, issued_s = _warm_up(partial(once, clock, batch=recorded), clock, warmups, warmup_s)
+    count = repeats if took_s > 0.02 else 3 * repeats
     # Where the device is done as soon as the host has issued its work, it is kept busy first: what lies between two marks is then the
     # device's own time, and not how long it waited for the host.
     ahead_s = 0.0 if _device_decides(took_s, issued_s) else 1.5 * issued_s
+    times = _timed(partial(once, batch=recorded), clock, count, ahead_s)
+    if isinstance(clock, CpuTimes):
+        return _medians(places, times, [(0.0, 0.0, 0.0)] * len(ops))
+    if at_once:
+        once(clock)  # finds its kernels
+        issued = _timed(once, clock, count, ahead_s)
+        times = [[(*played[:2], *other[2:]) for played, other in zip(*both, strict=True)] for both in zip(times, issued, strict=True)]
+    host_s = _host_of_whole(partial(once, whole=True), clock, repeats)
+    return _medians(places, [_without_marks(one, host_s) for one in times], _books(once))
+
+
+def _timed(once: Callable[[Marks], Passed], clock: Marks, count: int, ahead_s: float) -> list[list[OpTimes]]:
+    """The times of all ops in some passes, before each of which the device is kept busy for `ahead_s`."""
     passes = []
-    for _ in range(repeats if took_s > 0.02 else 3 * repeats):
+    for _ in range(count):
         if ahead_s:
             clock.get_ahead(ahead_s)
         passes.append(once(clock))
         if ahead_s:
             clock.finish()
     clock.finish()
-    times = [[_op_times(clock, *marks) for marks in p.intervals()] for p in passes]
-    if device.type != "cuda":
-        return _medians(places, times, [(0.0, 0.0, 0.0)] * len(ops))
-    host_s = _host_of_whole(partial(once, whole=True), clock, repeats)
-    return _medians(places, [_without_marks(one, host_s) for one in times], _books(once))
+    return [[_op_times(clock, *marks) for marks in one.intervals()] for one in passes]
 
 
 def _host_of_whole(once: Callable[[Marks], Passed], clock: Marks, repeats: int) -> tuple[float, float]:

@@ -31,7 +31,7 @@ def _point(dtype: str, num_ops: int, parameters: list[nn.Parameter], device: tor
     trained = [p for p in parameters if p.requires_grad]
     hold_gradients(trained)
     optimizer, clock = make_adamw(trained), times_for(device)
-    times, host = [], []
+    times = []
     for _ in range(_STEPS):
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -42,6 +42,5 @@ def _point(dtype: str, num_ops: int, parameters: list[nn.Parameter], device: tor
         end = clock.mark()
         clock.finish()
         times.append(clock.between(start, end))
-        host.append(clock.host_between(start, end))
     # The first step makes the optimizer's state.
-    return OptimizerPoint(dtype, sum(p.numel() for p in trained), num_ops, statistics.median(times[1:]), statistics.median(host[1:]))
+    return OptimizerPoint(dtype, sum(p.numel() for p in trained), num_ops, statistics.median(times[1:]))

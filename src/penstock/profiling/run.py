@@ -27,8 +27,10 @@ from penstock.costs.profile import (
 from penstock.costs.profiled import DeviceCosts
 from penstock.costs.speeds import OpClass, class_of
 from penstock.errors import InputError
+from penstock.models.catalog import TRACED
 from penstock.models.modules import Batch, Chain, TensorParallel, build_chain
 from penstock.models.ops import ITEM_BYTES, Model, PlacedOp, TensorSpec
+from penstock.models.shapes import NOTHING
 from penstock.processes.burners import Burners
 from penstock.profiling.grid import (
     GridLimits,
@@ -48,11 +50,14 @@ from penstock.profiling.stamp import stamp
 from penstock.profiling.units import COPIES, Unit, units_of
 from penstock.profiling.whole import WholeChain
 from penstock.runtime.parallel.module_chain import ModuleChain, cut_module
+from penstock.timing.recorded import FewShapes
 
 __all__ = ["Profiler", "random_model_batch"]
 
 WARMUP_S = 0.5
 """How long a GPU works on a shape that keeps it busy before it is timed."""
+AGAIN_S, RESTED_S = 0.2, 0.5
+"""How long it works where it did so until `RESTED_S` before: its clocks are those of lasting load already."""
 RESTLESS = 0.1
 """Spread above which a measurement is made again."""
 NOISY = 0.25
@@ -77,8 +82,11 @@ class Profiler:
     repeats: int = 0
     """Passes that are timed of each shape, three times as many of short ones; 0: 4 on a GPU, 2 on a processor."""
     warm_up_s: float | None = None
-    """Seconds that a shape which keeps its device busy runs before it is timed; None: half a second on a GPU, none on a processor."""
+    """Seconds that a shape which keeps its device busy runs before it is timed; None: half a second on a GPU that rested, less on one that
+    did not, none on a processor."""
     _deadline_s: float = float("inf")
+    _busy_until_s: float = -float("inf")
+    """When work that kept the device busy was measured last."""
 
     @classmethod
     def open(cls, path: str | Path, device: str) -> Profiler:
@@ -101,8 +109,11 @@ class Profiler:
     @property
     def _loaded_s(self) -> float:
         """Seconds of work that keeps the device busy before it is timed."""
-        usual_s = WARMUP_S if self.device.type == "cuda" else 0.0
-        return usual_s if self.warm_up_s is None else self.warm_up_s
+        if self.warm_up_s is not None:
+            return self.warm_up_s
+        if self.device.type != "cuda":
+            return 0.0
+        return AGAIN_S if time.monotonic() - self._busy_until_s < RESTED_S else WARMUP_S
 
     def units(self, models: Sequence[Model], tps: Sequence[int], loads: Sequence[float] = ()) -> list[Unit]:
         """All work for these models that is not yet done; `loads` are numbers of processes beside which ops are measured too."""
@@ -270,11 +281,20 @@ class Profiler:
         for _ in range(2):
             found = measure_ops(
                 list(chain.ops), places, batch, inputs, tp=unit.tp, warmups=max(1, repeats // 2), repeats=repeats,
-                warmup_s=self._loaded_s, run=run,
+                warmup_s=self._loaded_s, run=run, at_once=self._is_recorded(unit, batch),
             )  # fmt: skip
+            if sum(m.forward_s + m.backward_s for m in found) > sum(m.forward_host_s + m.backward_host_s for m in found):
+                self._busy_until_s = time.monotonic()
             yield found
             if _unrest(found) < RESTLESS or self._late():
                 return
+
+    def _is_recorded(self, unit: Unit, batch: Batch) -> bool:
+        """Whether training plays such passes from recordings, on ranks whose plans allow it."""
+        if self.device.type != "cuda" or unit.model.family == TRACED or unit.tp > 1:
+            return False
+        flops = sum((place.op.flops for place in unit.model.ops), NOTHING)
+        return not FewShapes(flops, unit.model.num_ops).keeps_busy(batch.shape)
 
     def _known_elsewhere(self, key: SeriesKey, unit: Unit) -> bool:
         """Ops that tp or algo do not change are measured once, in the plain sweep."""

@@ -267,10 +267,11 @@ class Rank:
     def _loaded(self, program: i.Program, step: i.Load, source: Source) -> dict[int, Batch]:
         """The tensors that an instruction of a program loads, by this rank's dp shares of the micro-batch."""
         micro, stage = program.micro_batches[step.micro_batch], self.stages[step.stage]
+        at_once = program.training and stage.is_recorded(micro)
         return {
             dp: load_share(
-                source, program, stage.as_recorded(micro, dp), micro.share(dp, stage.share(dp)), step.needs, self.world.device,
-                self.settings.seed, alone=self.asynchronous, usual_length=self.plan.seq_length,
+                source, program, stage.as_recorded(micro, dp) if at_once else micro, micro.share(dp, stage.share(dp)), step.needs,
+                self.world.device, self.settings.seed, alone=self.asynchronous, usual_length=self.plan.seq_length, at_once=at_once,
             )
             for dp in stage.dp_degrees
         }  # fmt: skip

@@ -14,6 +14,7 @@ from penstock.data.samples import Sample
 from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.programs.instructions import Program
+from penstock.timing.recorded import SAMPLE_BITS, recorded_length
 
 __all__ = ["Source", "load_share"]
 
@@ -31,11 +32,12 @@ class Source(Protocol):
 
 def load_share(
     source: Source, program: Program, micro: MicroBatch, bounds: tuple[int, int], needs: Collection[str], device: torch.device, seed: int,
-    *, alone: bool = False, usual_length: int = 0,
+    *, alone: bool = False, usual_length: int = 0, at_once: bool = False,
 ) -> Batch:  # fmt: skip
     """Samples [first, last) of a micro-batch, at least one, as tensors. What a stage does not read is not fetched.
 
     Its loss is its part of the global batch's, or, `alone`, that of the micro-batch. Rows of `usual_length` come again and again.
+    `at_once`: see `Batch`.
     """
     (first, last), iteration = bounds, program.iteration_of(micro.index)
     ids = micro.samples[first:last]
@@ -49,7 +51,7 @@ def load_share(
         totals = (micro.loss_tokens(), len(micro.samples)) if alone else (program.loss_tokens, program.num_samples)
         _add_labels(batch, micro, samples, bounds, *totals)
     batch.step, batch.seed, batch.training = iteration, seed, program.training
-    batch.repeats = micro.row_length == usual_length > 0
+    batch.repeats, batch.at_once = micro.row_length == usual_length > 0, at_once
     return _moved(batch, device)
 
 
@@ -92,21 +94,33 @@ def _side(
     rows = _rows(micro, bounds)
     own = all_lengths[bounds[0] : bounds[1]]
     lengths = tuple(sum(own[a:b]) for a, b in rows)
-    width = row_length or max(lengths)
-    samples = torch.tensor([micro.samples[bounds[0] + a] for a, _ in rows])
-    packed = micro.layout == "packed"
+    samples = [micro.samples[bounds[0] + a] for a, _ in rows]
+    width, total = row_length or max(lengths), 0
+    if micro.layout == "packed":
+        width, total = max(lengths), max(row_length, sum(lengths))
+        filler = _filler(total - sum(lengths), width, len(lengths)) if row_length else ()
+        lengths, samples = (*lengths, *filler), [*samples, *(0 for _ in filler)]
     if ids is None:  # nobody reads them, but their number counts
-        flat = torch.zeros(1, dtype=torch.int64).expand(sum(lengths) if packed else width * len(rows))
+        flat = torch.zeros(1, dtype=torch.int64).expand(total or width * len(rows))
     else:
-        flat = _laid_out(ids, rows, 0 if packed else width, np.int64)
-    kinds = None if types is None else _laid_out(types, rows, 0 if packed else width, np.int64)
-    return Sequences(flat, lengths, micro.layout, width, samples, kinds)
+        flat = _laid_out(ids, rows, width, np.int64, total)
+    kinds = None if types is None else _laid_out(types, rows, width, np.int64, total)
+    return Sequences(flat, lengths, micro.layout, width, torch.tensor(samples), kinds)
 
 
-def _laid_out(values: Sequence[Array], rows: Sequence[tuple[int, int]], width: int, dtype: Any) -> torch.Tensor:
-    """End to end (`width` 0), or row by row with zeros up to `width`."""
-    if not width:
-        return torch.from_numpy(np.concatenate(values).astype(dtype, copy=False))
+def _filler(tokens: int, longest: int, samples: int) -> tuple[int, ...]:
+    """Lengths of what lies behind packed samples: like samples none of whose labels count, and none longer than theirs. Empty ones bring
+    their number to one that comes again."""
+    lengths = (longest,) * (tokens // longest) + ((tokens % longest,) if tokens % longest else ())
+    return (*lengths, *(0,) * (recorded_length(samples + len(lengths), SAMPLE_BITS) - samples - len(lengths)))
+
+
+def _laid_out(values: Sequence[Array], rows: Sequence[tuple[int, int]], width: int, dtype: Any, total: int = 0) -> torch.Tensor:
+    """Row by row with zeros up to `width`, or, where they are to be so many in all, end to end with zeros up to `total`."""
+    if total:
+        flat = np.zeros(total, dtype)
+        np.concatenate(values, out=flat[: sum(map(len, values))], casting="unsafe")
+        return torch.from_numpy(flat)
     laid = np.zeros((len(rows), width), dtype)
     for row, (a, b) in enumerate(rows):
         at = 0
@@ -124,16 +138,20 @@ def _add_labels(
         batch.weights = torch.full((len(samples),), 1.0 / loss_tokens)
         return
     rows = _rows(micro, bounds)
-    width = 0 if micro.layout == "packed" else (micro.dec_row_length if micro.dec_lengths else micro.row_length)
+    width, total = micro.dec_row_length if micro.dec_lengths else micro.row_length, 0
+    if micro.layout == "packed":
+        total = max(micro.row_length, sum((micro.dec_lengths or micro.lengths)[slice(*bounds)]))
     counted = [np.ones(len(one.labels), bool) if one.counted is None else one.counted for one in samples]
     found, wanted = sum(int(one.sum()) for one in counted), micro.loss_tokens(*bounds)
     if found != wanted:
         raise ValueError(f"{found} labels of samples {micro.samples[bounds[0] : bounds[1]]} count in the loss, the program says {wanted}")
-    batch.labels = _laid_out([one.labels for one in samples], rows, width, np.int64)
-    batch.weights = _laid_out(counted, rows, width, np.float32).div_(loss_tokens)
+    batch.labels = _laid_out([one.labels for one in samples], rows, width, np.int64, total)
+    batch.weights = _laid_out(counted, rows, width, np.float32, total).div_(loss_tokens)
     if samples[0].next_sentence is not None:
-        batch.next_sentence = torch.tensor([one.next_sentence for one in samples])
-        batch.sample_weights = torch.full((len(samples),), 1.0 / num_samples)
+        assert batch.own is not None
+        none = [0] * (batch.own.num_rows - len(samples))
+        batch.next_sentence = torch.tensor([one.next_sentence for one in samples] + none)
+        batch.sample_weights = torch.tensor([1.0 / num_samples] * len(samples) + [float(zero) for zero in none])
 
 
 def _moved(batch: Batch, device: torch.device) -> Batch:

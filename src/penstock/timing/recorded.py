@@ -1,20 +1,34 @@
 """Whether a stage's passes are played from recordings on a GPU (`runtime.parallel.recordings`), so that none waits for its host.
 
-A recording serves one shape, so that shapes have to come again. Where a stage is the whole model nobody else must agree on the length of
-its rows: they are padded a little further, to one of a few lengths.
+A recording serves one shape, so that shapes have to come again. Where a stage is the whole model nobody else must agree on sizes, and small
+micro-batches are made a little larger, to one of a few sizes: rows are padded on, and filler is laid behind packed samples.
 """
 
 from __future__ import annotations
 
-from penstock.models.ops import Model
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import msgspec
+
+from penstock.models.micro_batch import MicroBatch
+from penstock.models.ops import Model, PlacedOp
+from penstock.models.shapes import NOTHING, Quantity, Shape
+from penstock.models.transformer import RAGGED_WIDTHS
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.rules import SCHEDULES
 
-__all__ = ["can_be_recorded", "is_recorded", "recorded_length", "recorded_rows"]
+__all__ = ["SAMPLE_BITS", "FewShapes", "can_be_recorded", "is_recorded", "recorded_length"]
 
-_SHAPES_BITS = 3
-"""Rows have 2³ lengths between a power of two and the next, or so many pairs of lengths where there is a decoder."""
+_ROW_BITS, _PACKED_BITS, SAMPLE_BITS = 3, 4, 1
+"""Rows have 2³ lengths between a power of two and the next, or so many pairs of lengths where there is a decoder; packed micro-batches,
+which nothing but their number of tokens tells apart, have twice as many. Where there is a head on each sample, there are few numbers of
+samples besides."""
 _LEAST_STEP = 8
+_BUSY_FLOPS = 5e10
+"""Arithmetic of an average op's forward pass from which on a GPU takes longer for it than its host to issue it, which took up to 120 µs for
+both passes of an op, and up to 250 µs where it was recomputed."""
 
 
 def can_be_recorded(plan: Plan, stage: Stage, model: Model) -> bool:
@@ -29,26 +43,76 @@ def can_be_recorded(plan: Plan, stage: Stage, model: Model) -> bool:
 
 
 def is_recorded(plan: Plan, stage: Stage, model: Model, *, ragged: bool) -> bool:
-    """Whether training records the passes of a stage: fixed numbers of padded rows have few shapes, which come again and again.
+    """Whether training records the passes of a stage, since few shapes come again and again: fixed numbers of padded rows, or packed
+    samples where nothing but their tokens tells one micro-batch from another.
 
     `ragged`: samples differ in length. Stages of a pipeline then see too many shapes.
     """
-    if plan.micro_batching.policy != "fixed" or plan.micro_batching.layout != "padded" or (ragged and plan.num_stages > 1):
+    if plan.micro_batching.layout == "packed":
+        return plan.num_stages == 1 and _sees_only_tokens(model) and can_be_recorded(plan, stage, model)
+    if plan.micro_batching.policy != "fixed" or (ragged and plan.num_stages > 1):
         return False
     return can_be_recorded(plan, stage, model)
 
 
-def recorded_length(length: int, *, has_decoder: bool) -> int:
-    """How far rows of this length are padded for a recording: by 4 % on average, by 8 % where there is a decoder."""
-    bits = _SHAPES_BITS - has_decoder
+def _sees_only_tokens(model: Model) -> bool:
+    """Whether kernels for packed samples depend on how many tokens there are, and not on their lengths: those of our own attention, which
+    are made for half precision. Heads on each sample have few numbers of them."""
+    attention = [op.config for op in model.distinct_ops if op.kind == "attention"]
+    own = all(c["fused"] and not c["bias_source"] and not c["cross_source"] and c["head_width"] in RAGGED_WIDTHS for c in attention)
+    return bool(attention) and own and model.dtype in ("bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class FewShapes:
+    """The sizes that micro-batches of a stage are brought to where it is recorded: small ones alone, which wait for their host."""
+
+    flops: Quantity
+    """Of the forward passes of all ops together."""
+    num_ops: int
+    recomputed: float = 0.0
+    """The largest share of the ops that a pattern of the stage recomputes."""
+    dp: int = 1
+    """Ranks that share each micro-batch."""
+    row_lengths: tuple[int, int] = (0, 0)
+    """The plan's own, of both sides: where all rows are alike, none is padded further."""
+
+    @classmethod
+    def of(cls, places: Sequence[PlacedOp], plan: Plan, stage: Stage) -> FewShapes:
+        """For the ops of a stage."""
+        recomputed = max(len(stage.recomputed(pattern)) for pattern in range(max(1, len(stage.recompute)))) / len(places)
+        flops = sum((place.op.flops for place in places), NOTHING)
+        return cls(flops, len(places), recomputed, stage.degrees.dp, (plan.seq_length, plan.dec_length))
+
+    def keeps_busy(self, shape: Shape) -> bool:
+        """Whether a GPU that shares a micro-batch of this shape takes longer for its part than the host to issue it."""
+        return self.flops.at(shape) >= _BUSY_FLOPS * (1 + self.recomputed) * self.num_ops * self.dp
+
+    def brought(self, micro: MicroBatch, index: int = 0) -> MicroBatch:
+        """The micro-batch with what rank `index` has of it at a size that comes again; `row_length` of a packed one is then the number of
+        its tokens with the filler behind them."""
+        if not micro.lengths or micro.row_sizes or self.keeps_busy(micro.shape()):
+            return micro
+        if micro.layout == "packed":
+            return msgspec.structs.replace(micro, row_length=recorded_length(micro.shape(self.dp, index).tokens, _PACKED_BITS))
+        rows, dec_rows = self._rows(micro.row_length, micro.dec_row_length)
+        return msgspec.structs.replace(micro, row_length=rows, dec_row_length=dec_rows)
+
+    def num_tokens(self, shape: Shape) -> int:
+        """Tokens of a packed micro-batch with filler, on all ranks that share it, as if they had equal parts."""
+        return shape.tokens if self.keeps_busy(shape) else self.dp * recorded_length(ceil(shape.tokens / self.dp), _PACKED_BITS)
+
+    def _rows(self, rows: int, dec_rows: int) -> tuple[int, int]:
+        """Never beyond the plan's own lengths, and never cut."""
+        bits = _ROW_BITS - bool(dec_rows)
+
+        def padded(length: int, usual: int) -> int:
+            return max(length, min(recorded_length(length, bits), usual)) if length else 0
+
+        return padded(rows, self.row_lengths[0]), padded(dec_rows, self.row_lengths[1])
+
+
+def recorded_length(length: int, bits: int) -> int:
+    """The next of 2^bits lengths between a power of two and the next: 4 % more on average with three bits, 2 % with four."""
     step = max(_LEAST_STEP, 1 << max(0, length.bit_length() - 1 - bits))
     return -(-length // step) * step
-
-
-def recorded_rows(rows: int, dec_rows: int, most: tuple[int, int]) -> tuple[int, int]:
-    """How far rows of both sides are padded for a recording: never beyond the plan's own lengths, where all of them are alike."""
-
-    def padded(length: int, usual: int) -> int:
-        return max(length, min(recorded_length(length, has_decoder=bool(dec_rows)), usual)) if length else 0
-
-    return padded(rows, most[0]), padded(dec_rows, most[1])

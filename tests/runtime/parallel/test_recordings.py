@@ -6,19 +6,22 @@ from typing import Any
 import pytest
 import torch
 from runtime_cases import MODELS
-from training_jobs import collected, rank_of
+from training_jobs import RandomSource, collected, rank_of
 
 from penstock.models.micro_batch import MicroBatch
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.plans.plan import MicroBatching, Plan, Stage
 from penstock.plans.references import model_of
-from penstock.programs.instructions import Program
+from penstock.programs.instructions import Load, Program
 from penstock.programs.lower import lower
 from penstock.programs.work import ReplicaWork
 from penstock.runtime.parallel.recordings import _fill, _own_batch, _Recording, _shape_key
+from penstock.runtime.parallel.stage import StageModule
 from penstock.runtime.settings import TrainingSettings
 from penstock.runtime.transport.world import ProcessGroups
+from penstock.schedules.actions import FORWARD
 from penstock.schedules.rules import schedule_of
+from penstock.timing.recorded import FewShapes
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,6 +37,10 @@ def test_padded_micro_batches_of_other_lengths_have_the_same_shape() -> None:
     assert _shape_key(_batch((3, 7))) == _shape_key(_batch((9, 1)))
     assert _shape_key(_batch((3, 7))) != _shape_key(_batch((9, 9)))  # no padding: other kernels
     assert _shape_key(_batch((3, 7))) != _shape_key(_batch((3, 7, 2)))
+
+
+def test_packed_micro_batches_of_as_many_tokens_have_the_same_shape() -> None:
+    assert _shape_key(_batch((3, 7), "packed")) == _shape_key(_batch((4, 4, 2), "packed"))
     assert _shape_key(_batch((3, 7), "packed")) != _shape_key(_batch((7, 4), "packed"))
 
 
@@ -48,6 +55,72 @@ def test_a_micro_batch_is_read_where_another_was() -> None:
     assert torch.equal(kept.own.ids, second.own.ids) and not torch.equal(first.own.ids, second.own.ids)
     assert all(map(torch.equal, kept.own.pieces(causal=True), second.own.pieces(causal=True)))
     assert torch.equal(kept.own.key_padding(), second.own.key_padding()) and entering["hidden"].all()
+
+
+def test_packed_samples_are_read_where_others_were() -> None:
+    """Where their pieces are, and not how many: what tells samples apart stays as it was."""
+    first, second = _batch((3, 7), "packed"), _batch((4, 4, 2), "packed")
+    kept = _own_batch(first)
+    _fill(_Recording(kept, {}, {}, {}, {}, None, None), second, {})  # type: ignore[arg-type]
+    assert kept.own is not None and second.own is not None
+    assert all(map(torch.equal, kept.own.pieces(causal=True), second.own.pieces(causal=True)))
+    assert torch.equal(kept.own.positions, second.own.positions) and len(kept.own.bounds) == 3
+
+
+def test_heads_on_samples_find_their_first_tokens_where_others_were() -> None:
+    """Of BERT: there are as many samples, with the empty ones that bring their number to one that comes again."""
+    first, second = _batch((3, 7, 0, 0), "packed"), _batch((4, 4, 2, 0), "packed")
+    for batch in (first, second):
+        batch.next_sentence = torch.zeros(4, dtype=torch.int64)
+    assert _shape_key(first) == _shape_key(second) != _shape_key(_batch((4, 6), "packed"))
+    kept = _own_batch(first)
+    _fill(_Recording(kept, {}, {}, {}, {}, None, None), second, {})  # type: ignore[arg-type]
+    assert kept.own is not None and kept.own.first_tokens.tolist() == [0, 4, 8, 9]
+
+
+class _Shapes:
+    """Recordings as far as what they bring to few shapes."""
+
+    def __init__(self, stage: StageModule) -> None:
+        plan = stage.world.plan
+        self.shapes = FewShapes.of(stage.model.ops[stage.stage.first : stage.stage.last], plan, stage.stage)
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule", "lengths", "row", "recorded", "brought"),
+    [
+        ("padded", "gpipe", (5, 9, 3), 10, True, 16),
+        ("padded", "gpipe", (24, 24, 24), 24, True, 24),
+        ("packed", "gpipe", (5, 9, 5), 0, True, 24),
+        ("padded", "interleaved", (5, 9, 3), 10, False, 10),
+        ("padded", "interleaved", (24, 24, 24), 24, True, 24),
+        ("packed", "interleaved", (5, 9, 5), 0, False, 0),
+    ],
+)
+def test_what_is_to_be_recorded(layout: Any, schedule: str, lengths: tuple[int, ...], row: int, recorded: bool, brought: int) -> None:
+    """Where a stage is the whole model, brought to a size that comes again; in a pipeline, where all rows are the plan's own."""
+    plan = _plan("gpt", layout, schedule, dropout=0.0, heads=2)
+    assert plan.seq_length == 24
+    rank = rank_of(plan, ProcessGroups("cpu"), TrainingSettings())
+    micro = MicroBatch(0, (0, 1, 2), layout, lengths, (), row)
+    for stage in rank.stages.values():
+        assert not stage.is_recorded(micro) and stage.as_recorded(micro, 1) == micro  # a processor records nothing
+        stage.recordings = _Shapes(stage)  # type: ignore[assignment]
+        assert stage.is_recorded(micro) is recorded
+        assert stage.as_recorded(micro, 1).row_length == brought
+    orders = schedule_of(plan.schedule, plan.num_stages, 1, plan.num_chunks)
+    forwards = tuple(tuple(action for action in order if action.kind == FORWARD) for order in orders)
+    for training in (True, False):
+        program = lower(plan, model_of(plan), (ReplicaWork((micro,), orders if training else forwards),), 0, training=training)[0]
+        load = next(one for one in program.instructions if isinstance(one, Load))
+        (batch,) = rank._loaded(program, load, RandomSource(model_of(plan))).values()
+        assert batch.at_once is (recorded and training) and batch.own is not None
+        tokens = sum(lengths) if layout == "packed" else 3 * row
+        wanted = tokens if not training or not recorded else brought * (1 if layout == "packed" else 3)
+        assert batch.own.ids.numel() == wanted
 
 
 def _plan(family: str, layout: Any, schedule: str, **changes: Any) -> Plan:
@@ -70,8 +143,6 @@ def _programs(plan: Plan, steps: int, row: int = 8) -> list[Program]:
             lengths = tuple(1 + (step * 5 + index * 3 + sample * 2) % 8 for sample in ids) if model.seq_length else ()
             dec_lengths = tuple(1 + (step + sample) % 6 for sample in ids) if model.dec_length else ()
             layout = plan.micro_batching.layout
-            if layout == "packed":
-                lengths = (3, 8, 5)
             rows = (0, 0) if layout == "packed" or not lengths else (row, 8 if dec_lengths else 0)
             micros.append(MicroBatch(index, ids, layout, lengths, dec_lengths, *rows))
         work = ReplicaWork(tuple(micros), schedule_of(plan.schedule, plan.num_stages, 3, plan.num_chunks))
@@ -102,16 +173,19 @@ def test_rows_are_padded_on_to_a_length_that_comes_again() -> None:
      ("t5", "padded", "gpipe"), ("resnet", "padded", "gpipe")],
 )  # fmt: skip
 def test_recorded_passes_train_as_all_others_do(family: str, layout: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same kernels run, whether they are issued at once or one by one."""
     monkeypatch.setattr("penstock.runtime.parallel.recordings._RUNS_BEFORE", 2)
     changes = {"dropout": 0.0} if family in ("gpt", "t5") else {}
+    changes |= {"heads": 2} if layout == "packed" else {}
     plan = _plan(family, layout, schedule, **changes)
     found = []
     for recorded in (True, False):
         rank = rank_of(plan, ProcessGroups("cuda"), TrainingSettings(clip_norm=1.0))
         if not recorded:
             for stage in rank.stages.values():
-                stage.recordings = None
-        losses = [rank.train(program).loss.item() for program in _programs(plan, 6)]
+                monkeypatch.setattr(stage.recordings, "forward", lambda *given, **more: None)
+        row = plan.seq_length if schedule == "interleaved" else 8
+        losses = [rank.train(program).loss.item() for program in _programs(plan, 6, row)]
         if recorded:
             slots = [[] if stage.recordings is None else stage.recordings._slots for stage in rank.stages.values()]
             assert all(slots) and (schedule == "interleaved" or len(slots[0]) == 3)

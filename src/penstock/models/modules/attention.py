@@ -20,6 +20,7 @@ from penstock.models.modules.dropout import keyed_dropout
 from penstock.models.modules.fused import has_triton, is_busy
 from penstock.models.modules.init import stable_hash
 from penstock.models.modules.parallel import copy_to
+from penstock.models.transformer import RAGGED_WIDTHS
 
 __all__ = ["Attention", "cudnn_attention", "distance_buckets", "position_bias", "rotary_angles"]
 
@@ -102,10 +103,6 @@ def _bucket(distance: torch.Tensor, buckets: int, max_distance: int, bidirection
 def _additive(allowed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Zero where allowed, the least number elsewhere."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
-
-
-RAGGED_WIDTHS = (16, 32, 64, 128)
-"""Widths of a head that our own kernels are made for."""
 
 
 @functools.cache

@@ -68,7 +68,8 @@ class Sequences:
         self.longest = int(np.diff(edges).max())
         self.full = bool((lengths == spans).all())
         made = {
-            "positions": np.arange(tokens) - starts[rows], "_row_of": rows, "bounds": edges, "first_tokens": starts[:-1], "_sizes": lengths
+            "positions": np.arange(tokens) - starts[rows], "_row_of": rows, "bounds": edges, "_sizes": lengths,
+            "first_tokens": np.minimum(starts[:-1], tokens - 1),  # of an empty one, any
         }  # fmt: skip
         for name, values in (made | tiled(edges)).items():
             setattr(self, name, torch.from_numpy(values).to(self.ids.device))
@@ -121,6 +122,11 @@ class Batch:
     training: bool = True
     repeats: bool = False
     """Micro-batches of this very shape come again and again, so that what is prepared for a shape pays."""
+    at_once: bool = False
+    """All kernels of a pass are issued at once, from a recording, now or when the shape has come more often: what they take counts, however
+    small they are, and not what issuing them takes."""
+    ends_segment: bool = False
+    """As the last op of a segment that will be recomputed sees it."""
 
     def side(self, name: str) -> Sequences:
         """The sequences of `own` or `decoder`."""

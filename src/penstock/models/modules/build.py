@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -58,10 +59,14 @@ class Chain(nn.Module):
         carry = {} if carry is None else carry
         for part in segments(self.places, recompute):
             if part.recomputed:
-                carry = checkpoint(self._run, carry, batch, part.start, part.stop, use_reentrant=False, preserve_rng_state=False)
+                carry = checkpoint(self._run_again, carry, batch, part.start, part.stop, use_reentrant=False, preserve_rng_state=False)
             else:
                 carry = self._run(carry, batch, part.start, part.stop)
         return carry
+
+    def _run_again(self, carry: Carry, batch: Batch, start: int, stop: int) -> Carry:
+        """A segment that is recomputed: its last op is told, which need not run again."""
+        return self._run(self._run(carry, batch, start, stop - 1), replace(batch, ends_segment=True), stop - 1, stop)
 
     def _run(self, carry: Carry, batch: Batch, start: int, stop: int) -> Carry:
         for op in self._in_order[start:stop]:

@@ -1,5 +1,5 @@
 """Ops that one kernel runs where torch has several: on a GPU, where that and not its host takes the time. A function of ours takes the host
-about twice as long as torch's own.
+about twice as long as torch's own, so that small tensors want them only where all kernels are issued at once (`Batch.at_once`).
 
     norm                its input's gradient comes with that of the residual stream, with its weights', which are added where they are
                         kept, and with the sums of its columns, which are the gradient of a bias before it
@@ -37,14 +37,14 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def has_kernels(x: torch.Tensor) -> bool:
+def has_kernels(x: torch.Tensor, at_once: bool = False) -> bool:
     """Whether own kernels run, and pay, for a tensor."""
-    return x.is_cuda and x.numel() >= _LARGE and has_triton()
+    return x.is_cuda and (at_once or x.numel() >= _LARGE) and has_triton()
 
 
-def is_busy(tokens: int, width: int) -> bool:
-    """Whether a layer of this width keeps a GPU busy, so that the time of kernels counts and that of their launches does not."""
-    return tokens * width * width >= _BUSY
+def is_busy(tokens: int, width: int, at_once: bool = False) -> bool:
+    """Whether the time of kernels counts and that of their launches does not: a layer of this width keeps a GPU busy."""
+    return at_once or tokens * width * width >= _BUSY
 
 
 class _Norm(torch.autograd.Function):
@@ -83,9 +83,11 @@ class _Norm(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, rms: bool, at_once: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer norm or RMS norm of each row, and the residual stream that goes on beside it."""
-    if has_kernels(x) and x.shape[-1] <= _WIDEST and is_busy(*x.shape):
+    if has_kernels(x, at_once) and x.shape[-1] <= _WIDEST and is_busy(*x.shape, at_once):
         y, residual = _Norm.apply(x, weight, bias, eps, rms)
         return y, residual
     if rms:
@@ -97,21 +99,21 @@ class _Linear(torch.autograd.Function):
     """A product that adds its weight gradients to those already there."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter | None, at_once: bool) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias = weight, bias
+        ctx.weight, ctx.bias, ctx.at_once = weight, bias, at_once
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
         (x, values), (grad,) = ctx.saved_tensors, grads
         dx = grad @ values if ctx.needs_input_grad[0] else None
         add_product(ctx.weight.grad, grad.t(), x)
         _tell(ctx.weight)
         if ctx.bias is not None:
-            _add_column_sums(grad, ctx.bias.grad)
+            _add_column_sums(grad, ctx.bias.grad, ctx.at_once)
             _tell(ctx.bias)
-        return dx, None, None
+        return dx, None, None, None
 
 
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -129,8 +131,8 @@ def _bring_sums(grad: torch.Tensor, parts: torch.Tensor | None) -> None:
     setattr(grad, _SUMS, (parts, grad._version))
 
 
-def _add_column_sums(x: torch.Tensor, result: torch.Tensor) -> None:
-    if not has_kernels(x):
+def _add_column_sums(x: torch.Tensor, result: torch.Tensor, at_once: bool) -> None:
+    if not has_kernels(x, at_once):
         result.add_(x.sum(0))
         return
     from penstock.models.modules import triton_kernels
@@ -161,9 +163,9 @@ class _Gelu(torch.autograd.Function):
         return dx, None
 
 
-def gelu(x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+def gelu(x: torch.Tensor, approximate: str = "none", at_once: bool = False) -> torch.Tensor:
     """GELU of each value, by the error function or ("tanh") approximately."""
-    if has_kernels(x) and torch.is_grad_enabled() and is_busy(x.shape[0], x.shape[1] // _WIDER):
+    if has_kernels(x, at_once) and torch.is_grad_enabled() and is_busy(x.shape[0], x.shape[1] // _WIDER, at_once):
         result: torch.Tensor = _Gelu.apply(x, approximate)
         return result
     return F.gelu(x, approximate=approximate)
@@ -175,23 +177,20 @@ def _tell(parameter: nn.Parameter) -> None:
         hook(parameter)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x · weightᵀ + bias; for a trained weight that no other op uses."""
-    in_place = _pays(x, weight) and torch.is_grad_enabled() and not _is_watched() and _is_kept(weight) and (bias is None or _is_kept(bias))
-    return _Linear.apply(x, weight, bias) if in_place else F.linear(x, weight, bias)
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, at_once: bool = False, ends_segment: bool = False
+) -> torch.Tensor:
+    """x · weightᵀ + bias; for a trained weight that no other op uses.
 
-
-def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a product is large enough for a function of ours."""
-    return not x.is_cuda or is_busy(x.numel() // x.shape[-1], min(weight.shape))
+    `ends_segment`: nothing of a recomputed segment comes after it. It is run again only until all that its ops save is there, and torch's
+    product saves its input before it runs, a function of ours after. A mode that puts weight gradients aside wants to see torch's, too.
+    """
+    pays = not ends_segment and (not x.is_cuda or is_busy(x.numel() // x.shape[-1], min(weight.shape), at_once))
+    watched = torch._C._len_torch_function_stack() > 0
+    in_place = pays and torch.is_grad_enabled() and not watched and _is_kept(weight) and (bias is None or _is_kept(bias))
+    return _Linear.apply(x, weight, bias, at_once) if in_place else F.linear(x, weight, bias)
 
 
 def _is_kept(parameter: torch.Tensor) -> bool:
     """Whether its gradient is there to be added to."""
     return parameter.requires_grad and parameter.is_leaf and parameter.grad is not None
-
-
-def _is_watched() -> bool:
-    """Whether somebody wants to see torch's own product: a mode that puts weight gradients aside, or a recomputed segment, which is run
-    again only until all that its ops save is there: torch's product saves its input before it runs, a function of ours after."""
-    return torch._C._len_torch_function_stack() > 0 or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

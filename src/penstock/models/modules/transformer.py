@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Norm(OpModule):
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         c = self.config
         x = carry[c["source"]]
-        y, residual = fused.norm(x, self.weight, None if c["rms"] else self.bias, c["eps"], c["rms"])
+        y, residual = fused.norm(x, self.weight, None if c["rms"] else self.bias, c["eps"], c["rms"], batch.at_once)
         updates = {c["output"]: self.drop(y, batch)}
         if c["residual"]:
             updates["residual"] = residual
@@ -112,7 +113,7 @@ class Linear(OpModule):
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         c = self.config
         x = carry[c["source"]]
-        y = self._product(x)
+        y = self._product(x, batch)
         updates = {c["output"]: y}
         if c["residual"] == "take":
             updates["residual"] = x
@@ -122,13 +123,13 @@ class Linear(OpModule):
             updates[c["output"]] = self.drop(y, batch)
         return self.following(carry, **updates)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         bias = self.bias if self.config["bias"] else None
         tp = self.tp
         if self.way == "whole":
-            return fused.linear(x, self.weight, bias)
+            return fused.linear(x, self.weight, bias, at_once=batch.at_once, ends_segment=batch.ends_segment)
         if self.way == "column0":
-            return fused.linear(copy_to(x, tp), self.weight, bias)
+            return fused.linear(copy_to(x, tp), self.weight, bias, ends_segment=batch.ends_segment)
         if self.way == "row0":
             y = reduce_from(fused.linear(x, self.weight, None), tp)
         elif self.way == "column1":
@@ -138,11 +139,8 @@ class Linear(OpModule):
         return y if bias is None else y + bias
 
 
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return fused.gelu(x, "tanh")
-
-
-FUNCTIONS = {"gelu": fused.gelu, "gelu_tanh": _gelu_tanh, "silu": F.silu, "relu": F.relu}
+_GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
+FUNCTIONS = {name: partial(F.gelu, approximate=way) for name, way in _GELUS.items()} | {"silu": F.silu, "relu": F.relu}
 
 
 def _function_gradient(name: str, grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -183,7 +181,12 @@ class Activation(OpModule):
     def forward(self, carry: Carry, batch: Batch) -> Carry:
         c = self.config
         x = carry[c["source"]]
-        y = _Gated.apply(x, c["function"]) if c["gated"] else FUNCTIONS[c["function"]](x)
+        if c["gated"]:
+            y = _Gated.apply(x, c["function"])
+        elif c["function"] in _GELUS:
+            y = fused.gelu(x, _GELUS[c["function"]], batch.at_once)
+        else:
+            y = FUNCTIONS[c["function"]](x)
         return self.following(carry, **{c["output"]: y})
 
 

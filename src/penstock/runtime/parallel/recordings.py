@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,18 +25,16 @@ import torch
 from penstock.models.modules.base import Carry
 from penstock.models.modules.batch import Batch, Sequences
 from penstock.models.modules.build import Chain
-from penstock.models.shapes import NOTHING, Shape
+from penstock.timing.recorded import FewShapes
 
 __all__ = ["Recordings"]
 
 _RUNS_BEFORE = 4
 """A recording takes about as long as so many passes, and a shape that came so often will come again."""
-_MOST = 64
+_MOST = 128
 """Recordings of one slot: each keeps its kernels' arguments, and what it takes in and gives out."""
 _MOST_SHAPES = 4096
 """Of which it is known how often they came; then all are forgotten."""
-_BUSY_FLOPS = 1.6e11
-"""Arithmetic of an average op's forward pass from which on a GPU takes longer for it than the host that issues it."""
 
 Run = Callable[[Batch, Carry, list[int]], tuple[Carry, Callable[[Carry], Carry]]]
 """A forward pass: its results, and its backward pass, from gradients of results to those of what entered."""
@@ -65,9 +63,8 @@ class _Slot:
 class Recordings:
     """The recorded passes of a run of ops on this rank."""
 
-    def __init__(self, run: Run, chain: Chain, device: torch.device) -> None:
-        self._run, self._chain = run, chain
-        self._flops = sum((place.op.flops for place in chain.places), NOTHING)
+    def __init__(self, run: Run, chain: Chain, shapes: FewShapes, device: torch.device) -> None:
+        self.shapes, self._run, self._chain = shapes, run, chain
         self._may_record = True
         self._stream = torch.cuda.Stream(device)
         self._slots: list[_Slot] = []
@@ -87,7 +84,7 @@ class Recordings:
         `alone`: no pass that ran as ever waits for its backward pass. Its graph would tie the weights' gradients to a stream that
         is not the recording's.
         """
-        if self.is_busy(batch.shape) or any(op._forward_pre_hooks for op in self._chain.ops):
+        if not batch.at_once or any(op._forward_pre_hooks for op in self._chain.ops):
             return None
         key = (_shape_key(batch), tuple((name, one.shape, one.dtype) for name, one in carry.items()), tuple(recompute))
         self._count(key)
@@ -126,10 +123,6 @@ class Recordings:
         self._in_slot.clear()
         for slot in self._slots:
             slot.micro_batch = None
-
-    def is_busy(self, shape: Shape) -> bool:
-        """Whether a micro-batch of this shape keeps a GPU busy longer than its host takes to issue it."""
-        return self._flops.at(shape) >= _BUSY_FLOPS * len(self._chain.places)
 
     def _count(self, key: Hashable) -> None:
         if len(self._seen) > _MOST_SHAPES:
@@ -175,26 +168,29 @@ def _has_room() -> bool:
     return free_bytes > 2 * (torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
 
 
-def _sides(batch: Batch) -> Iterator[Batch | Sequences]:
-    yield batch
-    for side in (batch.own, batch.decoder):
+_SAMPLES = ("bounds", "samples", "_sizes")
+"""What tells one sample from another: kernels for packed micro-batches that are recorded read of each token where its sample lies."""
+
+
+def _parts(batch: Batch) -> Iterator[tuple[Batch | Sequences, list[tuple[str, torch.Tensor]]]]:
+    """A micro-batch and its sides, each with all that passes read of it, by name."""
+    for side in (batch, batch.own, batch.decoder):
         if side is not None:
-            yield side
-
-
-def _tensors(side: Batch | Sequences) -> list[tuple[str, torch.Tensor]]:
-    """All that passes read, by name. Where a row is padded, nobody reads `bounds`, of which a full row has fewer."""
-    unread = "bounds" if isinstance(side, Sequences) and side.layout == "padded" else ""
-    return [(name, one) for name, one in vars(side).items() if isinstance(one, torch.Tensor) and name != unread]
+            unread: Collection[str] = ()
+            if isinstance(side, Sequences) and side.layout == "padded":
+                unread = ("bounds",)  # of which a row without padding has fewer
+            elif isinstance(side, Sequences):
+                unread = _SAMPLES if batch.next_sentence is not None else (*_SAMPLES, "first_tokens")
+            yield side, [(name, one) for name, one in vars(side).items() if isinstance(one, torch.Tensor) and name not in unread]
 
 
 def _shape_key(batch: Batch) -> Hashable:
     """All that a pass's kernels depend on but the values that tensors hold."""
     found: list[Hashable] = [batch.repeats]
-    for side in _sides(batch):
+    for side, tensors in _parts(batch):
         if isinstance(side, Sequences):
-            found += [side.layout, side.row_length, side.full, 0 if side.layout == "padded" else side.longest]
-        found += [(name, one.shape, one.dtype) for name, one in _tensors(side)]
+            found += [side.layout, side.row_length, side.full] if side.layout == "padded" else [side.layout]
+        found += [(name, one.shape, one.dtype) for name, one in tensors]
     return tuple(found)
 
 
@@ -202,8 +198,8 @@ def _own_batch(batch: Batch) -> Batch:
     """A micro-batch of the same shape with tensors of its own."""
     own = copy.copy(batch)
     own.own, own.decoder = copy.copy(batch.own), copy.copy(batch.decoder)
-    for side in _sides(own):
-        for name, one in _tensors(side):
+    for side, tensors in _parts(own):
+        for name, one in tensors:
             setattr(side, name, one.clone())
         if isinstance(side, Sequences):
             side._memo = {}
@@ -212,7 +208,6 @@ def _own_batch(batch: Batch) -> Batch:
 
 def _fill(recording: _Recording, batch: Batch, carry: Carry) -> None:
     """Puts a micro-batch where the recording reads it."""
-    sides = list(zip(_sides(recording.batch), _sides(batch), strict=True))
-    here = [one for mine, _ in sides for _, one in _tensors(mine)]
-    given = [getattr(side, name) for mine, side in sides for name, _ in _tensors(mine)]
+    here = [one for _, tensors in _parts(recording.batch) for _, one in tensors]
+    given = [one for _, tensors in _parts(batch) for _, one in tensors]
     torch._foreach_copy_([*here, *recording.carry.values()], [*given, *(carry[name] for name in recording.carry)])

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
-import msgspec
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -27,6 +26,7 @@ from penstock.models.modules.backward import run_backward
 from penstock.models.modules.base import Carry, OpModule
 from penstock.models.modules.batch import Batch
 from penstock.models.modules.build import TORCH_DTYPES, Chain, build_op
+from penstock.models.modules.fused import has_triton
 from penstock.models.modules.init import init_parameter
 from penstock.models.modules.parallel import TensorParallel
 from penstock.models.ops import Model, PlacedOp
@@ -44,7 +44,7 @@ from penstock.runtime.parallel.sequence import SequenceChain
 from penstock.runtime.parallel.sharding import ShardedWeights
 from penstock.runtime.transport.transport import Transport
 from penstock.runtime.transport.world import World
-from penstock.timing.recorded import can_be_recorded, is_recorded, recorded_rows
+from penstock.timing.recorded import FewShapes, can_be_recorded, is_recorded
 
 __all__ = ["ModuleKey", "StageModule", "StageRun", "module_key"]
 
@@ -176,7 +176,8 @@ class StageModule:
         return module
 
     def _recordings(self) -> Recordings | None:
-        if torch.device(self.world.device).type != "cuda" or not can_be_recorded(self.world.plan, self.stage, self.model):
+        plan = self.world.plan
+        if torch.device(self.world.device).type != "cuda" or not has_triton() or not can_be_recorded(plan, self.stage, self.model):
             return None
         (first,) = self.pieces
         assert isinstance(first.chain, Chain)
@@ -185,17 +186,21 @@ class StageModule:
             results, done = self._run(first, batch, carry, recompute)
             return results, lambda gradients: _backward(done, gradients)
 
-        return Recordings(run, first.chain, self.world.device)
+        return Recordings(run, first.chain, FewShapes.of(first.chain.places, plan, self.stage), self.world.device)
+
+    def is_recorded(self, micro: MicroBatch) -> bool:
+        """Whether passes of a micro-batch are to be played from a recording, once its shape has come often enough."""
+        plan = self.world.plan
+        ragged = (micro.row_length, micro.dec_row_length) != (plan.seq_length, plan.dec_length)
+        if self.recordings is None or not is_recorded(plan, self.stage, self.model, ragged=ragged):
+            return False
+        return not self.recordings.shapes.keeps_busy(micro.shape())
 
     def as_recorded(self, micro: MicroBatch, dp: int) -> MicroBatch:
-        """A micro-batch with its rows padded further, to a length that comes again, where its passes are to be played from a recording."""
-        plan = self.world.plan
-        if self.recordings is None or not micro.lengths or micro.row_sizes or not is_recorded(plan, self.stage, self.model, ragged=True):
+        """A micro-batch to be played from a recording, brought to a size that comes again where no other stage must agree on it."""
+        if self.recordings is None or not is_recorded(self.world.plan, self.stage, self.model, ragged=True):
             return micro
-        if self.recordings.is_busy(micro.shape(dp, self.share(dp))):
-            return micro
-        rows, dec_rows = recorded_rows(micro.row_length, micro.dec_row_length, (plan.seq_length, plan.dec_length))
-        return msgspec.structs.replace(micro, row_length=rows, dec_row_length=dec_rows)
+        return self.recordings.shapes.brought(micro, self.share(dp))
 
     @property
     def dp_degrees(self) -> list[int]:
