@@ -14,7 +14,9 @@ from penstock.batching import kernels
 from penstock.batching.costs import QUANTITIES, LayoutCosts, PipelineCosts
 from penstock.batching.ordering import by_length, curves, hilbert
 from penstock.batching.split import SPREAD, Windows, window_sizes
+from penstock.models.shapes import Form, Quantity, Shape
 from penstock.schedules.orders import with_depths
+from penstock.timing.recorded import FewShapes
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -37,9 +39,13 @@ def random_costs(
             values[numbers.random(values.shape[:3]) < 0.05] = np.inf
         grids[layout] = LayoutCosts((x, y, z), values)
     shape = replicas, stages
+    few_shapes = None
+    if packed and numbers.random() < 0.5:  # up to about 100 tokens of each rank are filled up
+        few_shapes = FewShapes(Quantity(Form.of(tokens=4e8, squares=4e6)), 1, numbers.random(), int(numbers.integers(1, 4)))
     return PipelineCosts(
         "random", grids, numbers.integers(0, classes, shape), numbers.uniform(0, 10, shape), numbers.uniform(3000, 9000, shape),
         numbers.uniform(0, 1, (replicas, 2, stages - 1, 3)), tuple("abc"[:modes]), round_to=8, has_decoder=two_sided,
+        few_shapes=few_shapes,
     )  # fmt: skip
 
 
@@ -67,6 +73,13 @@ def test_prices_are_those_of_the_twin(seed: int, two_sided: bool, packed: bool) 
         assert charges[layout] == pytest.approx(found)
         assert np.allclose(cost, twins[layout])
         assert shape[3] == (count * shape[1] if layout == "padded" else enc.sum())
+
+
+@given(st.integers(1, 5000), st.floats(1, 2000), st.integers(1, 8), st.floats(0, 1))
+def test_packed_micro_batches_are_filled_up_as_training_fills_them(tokens: int, keys: float, dp: int, recomputed: float) -> None:
+    few = FewShapes(Quantity(Form.of(tokens=1e7, squares=1e4)), 1, recomputed, dp)
+    shape = Shape(1, tokens, round(tokens * keys), layout="packed")
+    assert kernels.filled.py_func(np.array(few.packed), float(tokens), shape.squares / tokens) == few.num_tokens(shape)
 
 
 @given(SEEDS)

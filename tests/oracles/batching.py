@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.batching.costs import PipelineCosts
+from penstock.models.shapes import Shape
 
 
 def interpolate(axes: Sequence[Sequence[float]], values: np.ndarray, point: Sequence[float]) -> np.ndarray:
@@ -35,8 +36,9 @@ def price(costs: PipelineCosts, lengths: Sequence[tuple[int, int]], layout: str 
         row, row_dec = (-(-max(pair[side] for pair in lengths) // costs.round_to) * costs.round_to for side in (0, 1))
         point = (len(lengths), row, row_dec)
     else:
-        tokens = sum(n for n, _ in lengths)
-        point = (tokens, sum(n * n for n, _ in lengths) / tokens, 0)
+        shape = Shape.packed(n for n, _ in lengths)
+        tokens = shape.tokens if costs.few_shapes is None else costs.few_shapes.num_tokens(shape)
+        point = (tokens, shape.squares / tokens, 0)
     raw = interpolate(grid.axes, grid.values, point)
     cost = np.concatenate([raw[..., :3], raw[..., 3:5].max(axis=-1, keepdims=True), raw[..., 5:]], axis=-1)
     return np.where(np.isfinite(cost).all(axis=-1, keepdims=True), cost, np.inf)

@@ -155,4 +155,5 @@ class PipelineCosts:
         room = self.limit_bytes - self.state_bytes
         facts = np.concatenate([self.stage_class, room, self.hops.reshape(self.num_replicas, -1)], axis=1)
         kinds = np.sort(np.unique(facts, axis=0, return_index=True)[1])
-        return Tables(values[0], *grids[0].axes, values[1], *grids[1].axes, self.stage_class, room, self.hops, sizes, kinds)
+        filler = np.array((0.0,) * 4 if self.few_shapes is None else self.few_shapes.packed)
+        return Tables(values[0], *grids[0].axes, values[1], *grids[1].axes, self.stage_class, room, self.hops, sizes, kinds, filler)

@@ -14,6 +14,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from penstock.batching.costs import QUANTITIES
+from penstock.timing.recorded import LEAST_STEP, PACKED_BITS
 from penstock.timing.special_clocks import run_ahead
 
 __all__ = [
@@ -53,6 +54,8 @@ class Tables(NamedTuple):
     """C, M, rows are padded to a multiple of this, padded allowed, packed allowed, most samples and most positions together"""
     kinds: NDArray[np.int64]
     """One replica of each kind: those of a kind have equal costs"""
+    filler: NDArray[np.float64]
+    """Which packed micro-batches are filled up, see `timing.recorded.FewShapes.packed`"""
 
 
 @_inner
@@ -124,11 +127,24 @@ def charge(cost, tables, r, alone):  # type: ignore[no-untyped-def]
 
 
 @_inner
+def filled(filler, tokens, keys):  # type: ignore[no-untyped-def]
+    """Tokens of a packed micro-batch that see so many keys on average, with the filler behind them."""
+    per_token, per_key, busy, ranks = filler[0], filler[1], filler[2], filler[3]
+    if tokens * (per_token + per_key * keys) >= busy:
+        return tokens
+    share, step = np.ceil(tokens / ranks), float(LEAST_STEP)
+    while 2 ** (PACKED_BITS + 1) * step <= share:
+        step *= 2.0
+    return ranks * np.ceil(share / step) * step
+
+
+@_inner
 def _price(tables, layout, x, y, z, raw, cost):  # type: ignore[no-untyped-def]
     if layout == PADDED:
         lookup(tables.values0, tables.x0, tables.y0, tables.z0, x, y, z, raw)
     else:
-        lookup(tables.values1, tables.x1, tables.y1, tables.z1, x, y, z, raw)
+        run = filled(tables.filler, x, y)
+        lookup(tables.values1, tables.x1, tables.y1, tables.z1, run, x * y / max(run, 1.0), z, raw)
     _derive(raw, tables.sizes[1], cost)
 
 

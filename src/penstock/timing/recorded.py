@@ -19,13 +19,13 @@ from penstock.models.transformer import RAGGED_WIDTHS
 from penstock.plans.plan import Plan, Stage
 from penstock.schedules.rules import SCHEDULES
 
-__all__ = ["SAMPLE_BITS", "FewShapes", "can_be_recorded", "is_recorded", "recorded_length"]
+__all__ = ["LEAST_STEP", "PACKED_BITS", "SAMPLE_BITS", "FewShapes", "can_be_recorded", "is_recorded", "recorded_length"]
 
-_ROW_BITS, _PACKED_BITS, SAMPLE_BITS = 3, 4, 1
+_ROW_BITS, PACKED_BITS, SAMPLE_BITS = 3, 4, 1
 """Rows have 2³ lengths between a power of two and the next, or so many pairs of lengths where there is a decoder; packed micro-batches,
 which nothing but their number of tokens tells apart, have twice as many. Where there is a head on each sample, there are few numbers of
 samples besides."""
-_LEAST_STEP = 8
+LEAST_STEP = 8
 _BUSY_FLOPS = 5e10
 """Arithmetic of an average op's forward pass from which on a GPU takes longer for it than its host to issue it, which took up to 120 µs for
 both passes of an op, and up to 250 µs where it was recomputed."""
@@ -86,7 +86,7 @@ class FewShapes:
 
     def keeps_busy(self, shape: Shape) -> bool:
         """Whether a GPU that shares a micro-batch of this shape takes longer for its part than the host to issue it."""
-        return self.flops.at(shape) >= _BUSY_FLOPS * (1 + self.recomputed) * self.num_ops * self.dp
+        return self.flops.at(shape) >= self._busy_flops
 
     def brought(self, micro: MicroBatch, index: int = 0) -> MicroBatch:
         """The micro-batch with what rank `index` has of it at a size that comes again; `row_length` of a packed one is then the number of
@@ -94,13 +94,23 @@ class FewShapes:
         if not micro.lengths or micro.row_sizes or self.keeps_busy(micro.shape()):
             return micro
         if micro.layout == "packed":
-            return msgspec.structs.replace(micro, row_length=recorded_length(micro.shape(self.dp, index).tokens, _PACKED_BITS))
+            return msgspec.structs.replace(micro, row_length=recorded_length(micro.shape(self.dp, index).tokens, PACKED_BITS))
         rows, dec_rows = self._rows(micro.row_length, micro.dec_row_length)
         return msgspec.structs.replace(micro, row_length=rows, dec_row_length=dec_rows)
 
     def num_tokens(self, shape: Shape) -> int:
         """Tokens of a packed micro-batch with filler, on all ranks that share it, as if they had equal parts."""
-        return shape.tokens if self.keeps_busy(shape) else self.dp * recorded_length(ceil(shape.tokens / self.dp), _PACKED_BITS)
+        return shape.tokens if self.keeps_busy(shape) else self.dp * recorded_length(ceil(shape.tokens / self.dp), PACKED_BITS)
+
+    @property
+    def packed(self) -> tuple[float, float, float, float]:
+        """`num_tokens` for kernels: arithmetic for each token, and for each key that one sees; from how much on none is filled up; dp."""
+        terms = self.flops.form().terms()
+        return terms.get("tokens", 0.0), terms.get("squares", 0.0), self._busy_flops, float(self.dp)
+
+    @property
+    def _busy_flops(self) -> float:
+        return _BUSY_FLOPS * (1 + self.recomputed) * self.num_ops * self.dp
 
     def _rows(self, rows: int, dec_rows: int) -> tuple[int, int]:
         """Never beyond the plan's own lengths, and never cut."""
@@ -114,5 +124,5 @@ class FewShapes:
 
 def recorded_length(length: int, bits: int) -> int:
     """The next of 2^bits lengths between a power of two and the next: 4 % more on average with three bits, 2 % with four."""
-    step = max(_LEAST_STEP, 1 << max(0, length.bit_length() - 1 - bits))
+    step = max(LEAST_STEP, 1 << max(0, length.bit_length() - 1 - bits))
     return -(-length // step) * step
