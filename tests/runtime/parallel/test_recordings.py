@@ -150,6 +150,46 @@ def _programs(plan: Plan, steps: int, row: int = 8) -> list[Program]:
     return made
 
 
+class _NeverPlayed(_Shapes):
+    """Recordings that are still to come: micro-batches are brought to few shapes, and run one by one."""
+
+    def __contains__(self, micro_batch: int) -> bool:
+        return False
+
+    def forward(self, *given: Any, **more: Any) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("gpt", "packed"), ("llama", "packed"), ("bert", "packed"), ("gpt", "padded"), ("bert", "padded"), ("t5", "padded")],
+)
+def test_what_is_brought_to_few_shapes_trains_as_it_would_otherwise(family: str, layout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples of many lengths, some ops recomputed. In fp32, to see it; on a GPU packed passes are recorded in half precision alone."""
+    monkeypatch.setattr("penstock.timing.recorded._sees_only_tokens", lambda model: True)
+    changes = {"dropout": 0.0} if family in ("gpt", "t5") else {}
+    plan = replace(_plan(family, layout, "gpipe", **changes), precision="fp32", gradients="")
+    found = []
+    for brought in (False, True):
+        rank = rank_of(plan, ProcessGroups("cpu"), TrainingSettings(clip_norm=1.0))
+        loaded = list[int]()
+        if brought:
+            rank.stages[0].recordings = _NeverPlayed(rank.stages[0])  # type: ignore[assignment]
+        plain = rank._loaded
+        monkeypatch.setattr(rank, "_loaded", lambda *given, plain=plain, loaded=loaded: _counted(plain(*given), loaded))
+        losses = [rank.train(program).loss.item() for program in _programs(plan, 4, row=9)]
+        found.append((losses, collected(rank)[0], loaded))
+    (losses, weights, plain_tokens), (brought_losses, brought_weights, tokens) = found
+    assert sum(tokens) > sum(plain_tokens) and all(count % 8 == 0 for count in tokens)
+    assert brought_losses == pytest.approx(losses, rel=1e-5)
+    assert all(torch.allclose(one.values, other.values, atol=2e-5) for one, other in zip(weights, brought_weights, strict=True))
+
+
+def _counted(batches: dict[int, Batch], tokens: list[int]) -> dict[int, Batch]:
+    tokens += [batch.own.ids.numel() for batch in batches.values() if batch.own is not None]
+    return batches
+
+
 @needs_gpu
 def test_rows_are_padded_on_to_a_length_that_comes_again() -> None:
     """Other padding, other sums: losses are equal to rounding."""
