@@ -33,7 +33,7 @@ class MicroBatch(msgspec.Struct, frozen=True, array_like=True):
     """Token positions that each sample really fills; none for images."""
     dec_lengths: tuple[Count, ...] = ()
     row_length: Count = 0
-    """Positions that each row is padded to; 0 when packed, where there are no rows."""
+    """Positions that each row is padded to. When packed, where there are no rows: those of all samples with filler behind them, or 0."""
     dec_row_length: Count = 0
     row_sizes: tuple[Count, ...] = ()
     """How many samples share each padded row, attending across each other; none where each has a row of its own."""

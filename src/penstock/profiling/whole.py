@@ -121,6 +121,7 @@ class WholeChain:
             self._passes_s(batch, (), 2)
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             run_backward([self.chain(batch)["loss"]])
+
         def play() -> None:
             graph.replay()
             torch.cuda.synchronize()
