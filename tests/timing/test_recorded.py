@@ -114,3 +114,18 @@ def test_a_recorded_stage_waits_for_no_host() -> None:
     (recorded,), (issued,) = fixed.stages, dynamic.stages
     assert recorded.work.waiting_s == 0 < issued.work.waiting_s and np.isclose(recorded.work.forward_s, issued.work.forward_s)
     assert fixed.time_s < 0.95 * dynamic.time_s
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "waits"), [(2, ((0,),), 0.0), (2, ((0,), (1,)), 1.0), (4, ((0,), (1,)), 0.5), (8, ((0, 1),), 0.25)]
+)
+def test_passes_during_which_gradients_are_summed_are_not_recorded(batch: int, devices: Any, waits: float) -> None:
+    """Those of one micro-batch of each replica."""
+    batching = MicroBatching("packed", "fixed", 1 if len(devices) > 1 else 2)
+    plan = Plan("gpt-1.3b", "2xh200", batch, (), batching, len(devices), seq_length=96, precision="bf16")
+    degrees = Degrees(1, len(devices[0]))
+    plan = replace(plan, stages=(Stage(0, model_of(plan).num_ops, devices, degrees),))
+    one_by_one = replace(plan, micro_batching=replace(plan.micro_batching, layout="padded", policy="dynamic"))
+    estimator = Estimator(model_of(plan), cluster_of(plan), open_costs("profile:h200-141gb"))
+    (stage,), (issued,) = (estimator.estimate(own).stages for own in (plan, one_by_one))
+    assert stage.work.waiting_s == pytest.approx(waits * issued.work.waiting_s, rel=0.05) and issued.work.waiting_s > 0

@@ -150,7 +150,7 @@ class Estimator:
 
     def _stage_passes(self, plan: Plan, stage: Stage, samples: int, replica: int) -> StagePasses:
         """Time of a stage's ops on the slowest of its devices, and of moving the carry where degrees change inside the stage."""
-        ranks, parts, recorded = stage.devices[replica], parts_of(stage), is_recorded(plan, stage, self.model, ragged=False)
+        ranks, parts, recorded = stage.devices[replica], parts_of(stage), self._recorded(plan, stage, replica)
         # Groups come last: to tell them apart takes long where a plan has thousands of ranks.
         alone = len(ranks) == plan.num_replicas == 1 < self.cluster.num_devices and plan.num_groups == 1
 
@@ -165,6 +165,14 @@ class Estimator:
         moved = StagePasses(forward_tp_s=sum(there for there, _ in moves), backward_tp_s=sum(back for _, back in moves))
         return max(kinds, key=lambda passes: passes.total_s) + moved
 
+    def _recorded(self, plan: Plan, stage: Stage, replica: int) -> float:
+        """The share of a stage's passes that are played from recordings: not those of the micro-batch during whose backward pass gradients
+        are summed."""
+        if not is_recorded(plan, stage, self.model, ragged=False):
+            return 0.0
+        count = micro_batches(plan)[1][replica]
+        return 1.0 if stage.degrees.dp * plan.num_replicas == 1 else 1.0 - 1.0 / max(count, 1)
+
     def _share(self, plan: Plan, stage: Stage, part: DegreeRun, samples: int, device: Device, replica: int) -> Shape:
         """The largest part of a micro-batch that a device of this kind works on."""
         if not plan.micro_batching.slower or part.dp == 1:
@@ -173,7 +181,7 @@ class Estimator:
         return share_shape(plan, samples, part.dp, max(rows[at // part.tp] for at, rank in ranks if self.cluster.device(rank) == device))
 
     def _part_passes(
-        self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group, recorded: bool, alone: bool
+        self, stage: Stage, part: DegreeRun, shape: Shape, device: Device, group: Group, recorded: float, alone: bool
     ) -> StagePasses:  # fmt: skip
         algos, again = algos_of(stage, part), recomputed_in(stage, part)
         sequence = self.by_rows(stage, part.tp)

@@ -67,8 +67,8 @@ class OpSlice:
     """The split of each op; the first one unless given."""
     recompute: Collection[int] = frozenset()
     """What is not kept but run again."""
-    recorded: bool = False
-    """Whether all of a pass is issued at once, see `recorded`: the device then never waits for the host."""
+    recorded: float = 0.0
+    """The share of passes that are issued at once, see `recorded`: a device never waits for its host in these."""
 
     @property
     def places(self) -> tuple[PlacedOp, ...]:
@@ -175,9 +175,9 @@ def _sums(table: CostTable, ops: OpSlice, shape: Shape | None, slower: float) ->
     again = _rerun_positions(places, parts, kinds.tolist())
     own = _own_passes(table, ops, shape, slower)
     forward_wait = backward_wait = np.zeros(own.forward_s.shape[1:])
-    if len(table.host_s) and not ops.recorded:
+    if len(table.host_s) and ops.recorded < 1.0:
         device_s, host_s = _issued(table, ops, shape, own, parts, again)
-        waits = waited_s(device_s, host_s)
+        waits = (1.0 - ops.recorded) * waited_s(device_s, host_s)
         forward_wait, backward_wait = waits[len(places) - 1], waits[-1] - waits[len(places) - 1]
     return {
         "forward_s": own.forward_s.sum(axis=0),

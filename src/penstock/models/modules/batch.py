@@ -125,8 +125,8 @@ class Batch:
     at_once: bool = False
     """All kernels of a pass are issued at once, from a recording, now or when the shape has come more often: what they take counts, however
     small they are, and not what issuing them takes."""
-    ends_segment: bool = False
-    """As the last op of a segment that will be recomputed sees it."""
+    torch_products: bool = False
+    """Products are torch's own, which save their input before they run: as the last op of a segment sees it that will be recomputed."""
 
     def side(self, name: str) -> Sequences:
         """The sequences of `own` or `decoder`."""

@@ -59,14 +59,23 @@ class Chain(nn.Module):
         carry = {} if carry is None else carry
         for part in segments(self.places, recompute):
             if part.recomputed:
-                carry = checkpoint(self._run_again, carry, batch, part.start, part.stop, use_reentrant=False, preserve_rng_state=False)
+                told = batch if self._adds_in_place(part.start, part.stop) else replace(batch, torch_products=True)
+                carry = checkpoint(self._run_again, carry, told, part.start, part.stop, use_reentrant=False, preserve_rng_state=False)
             else:
                 carry = self._run(carry, batch, part.start, part.stop)
         return carry
 
+    def _adds_in_place(self, start: int, stop: int) -> bool:
+        """Whether gradients are held to be added to. A segment must save the same both times it runs, and its products see the gradients
+        that there are at the time."""
+        weights = (weight for op in self._in_order[start:stop] for weight in op.parameters(recurse=False) if weight.requires_grad)
+        first = next(weights, None)
+        return first is not None and first.grad is not None
+
     def _run_again(self, carry: Carry, batch: Batch, start: int, stop: int) -> Carry:
-        """A segment that is recomputed: its last op is told, which need not run again."""
-        return self._run(self._run(carry, batch, start, stop - 1), replace(batch, ends_segment=True), stop - 1, stop)
+        """A segment that is recomputed, and run again only until all that its ops save is there: torch's product saves its input before it
+        runs, a function of ours after, so that the last op's is torch's."""
+        return self._run(self._run(carry, batch, start, stop - 1), replace(batch, torch_products=True), stop - 1, stop)
 
     def _run(self, carry: Carry, batch: Batch, start: int, stop: int) -> Carry:
         for op in self._in_order[start:stop]:

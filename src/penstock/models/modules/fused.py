@@ -178,14 +178,13 @@ def _tell(parameter: nn.Parameter) -> None:
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, at_once: bool = False, ends_segment: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, at_once: bool = False, torch_products: bool = False
 ) -> torch.Tensor:
     """x · weightᵀ + bias; for a trained weight that no other op uses.
 
-    `ends_segment`: nothing of a recomputed segment comes after it. It is run again only until all that its ops save is there, and torch's
-    product saves its input before it runs, a function of ours after. A mode that puts weight gradients aside wants to see torch's, too.
+    `torch_products`: it is torch's, see `Chain`. A mode that puts weight gradients aside wants to see that, too.
     """
-    pays = not ends_segment and (not x.is_cuda or is_busy(x.numel() // x.shape[-1], min(weight.shape), at_once))
+    pays = not torch_products and (not x.is_cuda or is_busy(x.numel() // x.shape[-1], min(weight.shape), at_once))
     watched = torch._C._len_torch_function_stack() > 0
     in_place = pays and torch.is_grad_enabled() and not watched and _is_kept(weight) and (bias is None or _is_kept(bias))
     return _Linear.apply(x, weight, bias, at_once) if in_place else F.linear(x, weight, bias)

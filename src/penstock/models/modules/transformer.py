@@ -127,15 +127,15 @@ class Linear(OpModule):
         bias = self.bias if self.config["bias"] else None
         tp = self.tp
         if self.way == "whole":
-            return fused.linear(x, self.weight, bias, at_once=batch.at_once, ends_segment=batch.ends_segment)
+            return fused.linear(x, self.weight, bias, at_once=batch.at_once, torch_products=batch.torch_products)
         if self.way == "column0":
-            return fused.linear(copy_to(x, tp), self.weight, bias, ends_segment=batch.ends_segment)
+            return fused.linear(copy_to(x, tp), self.weight, bias, torch_products=batch.torch_products)
         if self.way == "row0":
-            y = reduce_from(fused.linear(x, self.weight, None), tp)
+            y = reduce_from(fused.linear(x, self.weight, None, torch_products=batch.torch_products), tp)
         elif self.way == "column1":
-            y = reduce_scatter(fused.linear(slice_to(x, tp), self.weight, None), tp)
+            y = reduce_scatter(fused.linear(slice_to(x, tp), self.weight, None, torch_products=batch.torch_products), tp)
         else:
-            y = gather(fused.linear(gather_input(x, tp), self.weight, None), tp)
+            y = gather(fused.linear(gather_input(x, tp), self.weight, None, torch_products=batch.torch_products), tp)
         return y if bias is None else y + bias
 
 
